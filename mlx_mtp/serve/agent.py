@@ -1,4 +1,4 @@
-"""Start a program at each login: write a unit of launchd (macOS) or of systemd (Linux), load it, and remove it."""
+"""Run a program at each login: write, load and remove an agent of launchd (macOS) or a unit of systemd (Linux)."""
 
 import os
 import plistlib
@@ -24,10 +24,10 @@ UNQUOTED = r"[\w@+=:,./-]+"  # words that systemd reads unchanged, without quote
 
 @dataclass(frozen=True)
 class Program:
-    """What an agent runs.
+    """A program that launchd or systemd runs at each login, and again after a failure.
 
-    command: an absolute path and its arguments. environment: variables that are added to the agent's own.
-    stop: seconds from SIGTERM until SIGKILL.
+    command: the program's absolute path, then its arguments. environment: variables added to those that launchd or
+    systemd sets. stop: seconds from SIGTERM until SIGKILL when the program is ended.
     """
 
     command: list[str]
@@ -36,7 +36,10 @@ class Program:
 
 
 class Launchd:
-    """The user's launchd, which runs `file` at login; `reading` is the command that shows the program's output."""
+    """The agent NAME of the user's launchd.
+
+    file: its property list. log: the file of the program's output. reading: a shell command that shows the output.
+    """
 
     def __init__(self) -> None:
         self.file = Path.home() / "Library" / "LaunchAgents" / f"{NAME}.plist"
@@ -46,7 +49,10 @@ class Launchd:
         self._target = f"{self._domain}/{NAME}"
 
     def write(self, program: Program) -> None:
-        """Write the property list, which replaces an earlier one. ValueError for control characters in `program`."""
+        """Write the property list, or replace it, readable by the user alone; used at the next `load`.
+
+        Raises ValueError if `program` has a control character other than tab and line breaks.
+        """
         content: dict[str, Any] = {
             "Label": NAME,
             "ProgramArguments": program.command,
@@ -64,26 +70,36 @@ class Launchd:
         write_whole(self.file, text, mode=PRIVATE)
 
     def load(self) -> None:
-        """Start the program now and at each login; an earlier one is ended first. ValueError if launchctl fails."""
+        """Start the program of `file` now and at each login; an agent that is loaded is ended before.
+
+        Raises ValueError if launchctl is missing or fails, or if the earlier agent has not ended after STOPS seconds.
+        """
         self._end()
         _call("launchctl", "enable", self._target)  # `launchctl disable` would otherwise outlast the file
         _call("launchctl", "bootstrap", self._domain, str(self.file))
 
     def remove(self) -> None:
-        """End the program and delete the property list, even if launchctl fails (ValueError)."""
+        """End the program, if the agent is loaded, and delete the property list.
+
+        Raises ValueError if launchctl is missing, or the agent has not ended after STOPS seconds; the property list
+        is deleted then, too.
+        """
         try:
             self._end()
         finally:
             self.file.unlink(missing_ok=True)
 
     def _end(self) -> None:
-        """Unload the agent and wait until it has ended: until then launchd refuses one of the same name."""
+        """Unload the agent, if it is loaded, and wait for its end: until then launchd refuses to load it again.
+
+        Raises ValueError if it has not ended after STOPS seconds, or if launchctl is missing.
+        """
         until = time.monotonic() + STOPS
         if self._is_loaded():
             _call("launchctl", "bootout", self._target, checked=False)  # fails if the end takes time
             while self._is_loaded():
                 if time.monotonic() > until:
-                    raise ValueError(f"launchctl bootout {self._target}: it still runs after {STOPS:.0f} seconds")
+                    raise ValueError(f"launchctl bootout {self._target}: the agent still runs after {STOPS:.0f} s")
                 time.sleep(0.2)
 
     def _is_loaded(self) -> bool:
@@ -91,7 +107,7 @@ class Launchd:
 
 
 class Systemd:
-    """The user's systemd, which runs `file` at login; `reading` is the command that shows the program's output."""
+    """The unit NAME of the user's systemd. file: its file. reading: a shell command that shows its output."""
 
     def __init__(self) -> None:
         config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
@@ -99,7 +115,7 @@ class Systemd:
         self.reading = f"journalctl --user -u {NAME} -f"
 
     def write(self, program: Program) -> None:
-        """Write the unit, which replaces an earlier one."""
+        """Write the unit's file, or replace it, readable by the user alone; used at the next `load`."""
         command = " ".join(_systemd_word(word).replace("$", "$$") for word in program.command)
         environment = (_systemd_word(f"{name}={value}") for name, value in program.environment.items())
         lines = [
@@ -117,13 +133,19 @@ class Systemd:
         write_whole(self.file, "\n".join(lines) + "\n", mode=PRIVATE)
 
     def load(self) -> None:
-        """Start the program now and at each login; an earlier one is ended first. ValueError if systemctl fails."""
+        """Start the program of `file` now and at each login; the unit's running program is ended before.
+
+        Raises ValueError if systemctl is missing or fails.
+        """
         _call("systemctl", "--user", "daemon-reload")
         _call("systemctl", "--user", "stop", self.file.name)
         _call("systemctl", "--user", "enable", "--now", self.file.name)
 
     def remove(self) -> None:
-        """End the program and delete the unit, even if systemctl fails (ValueError)."""
+        """End the program and delete the unit's file.
+
+        Raises ValueError if systemctl is missing or fails; the file is deleted then, too.
+        """
         try:
             _call("systemctl", "--user", "disable", "--now", self.file.name)
         finally:
@@ -132,12 +154,12 @@ class Systemd:
 
 
 def manager() -> Launchd | Systemd:
-    """Return the manager of the user's agents on this system."""
+    """Return a `Launchd` on macOS, and a `Systemd` on any other system."""
     return Launchd() if sys.platform == "darwin" else Systemd()
 
 
 def _systemd_word(word: str) -> str:
-    """Return a word as a unit file states it; in ExecStart= each dollar must be doubled as well."""
+    """Return a word quoted and escaped for a unit's file; for ExecStart= the caller also doubles each dollar."""
     if re.fullmatch(UNQUOTED, word):
         return word
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
@@ -145,7 +167,10 @@ def _systemd_word(word: str) -> str:
 
 
 def _call(*words: str, checked: bool = True) -> int:
-    """Run a command and return its exit code; ValueError, one line, if it is missing or, if checked, has failed."""
+    """Run a command and return its exit code.
+
+    Raises ValueError, with one line, if its program is not found or, with `checked`, if the exit code is not 0.
+    """
     if shutil.which(words[0]) is None:
         raise ValueError(f"{words[0]}: not found")
     done = subprocess.run(words, capture_output=True, text=True, errors="replace")

@@ -38,9 +38,9 @@ class Answer(NamedTuple):
 
 
 class CallIds:
-    """Generates ids of a response's tool calls: `prefix` and 24 hex digits, or 9 if the template needs short ids.
+    """Generates the ids of a response's tool calls: `prefix` and 24 hex digits.
 
-    Short ids have no prefix.
+    If the model's chat template needs short ids: 9 hex digits without the prefix.
     """
 
     def __init__(self, info: ModelInfo, prefix: str):
@@ -57,11 +57,11 @@ class ApiRequest:
     """A parsed request body of one API, and the writer of its response; creating one may raise Refused.
 
     api: one of `field_table.APIS`. requests: one per choice. warnings: about fields and parts that have no effect.
-    stream: the client requests server-sent events. Their lines are those of `begin` (once), `part` and `finish` (of
-    each choice) and `close`, or of `failed` after a failure; keep_alive: an event to send while there is no other.
-    waiting: what the stream of a queued request begins with, "" for nothing.
-    whole: the JSON body of a response that is not streamed.
-    begun: when the request arrived, of time.monotonic(). load_seconds: how long it waited for its model's load.
+    stream: the client requests a stream: server-sent events, in Ollama's API lines of JSON. Its text is that of
+    `begin` (once), `part` and `finish` (of each choice) and `close`, or of `failed` after a failure.
+    waiting: the start of a stream without an event in the first `app.PATIENCE` seconds, "" for none. keep_alive: text
+    after each later pause of `app.SILENCE` seconds. whole: the JSON body of a response that is not streamed.
+    begun: time.monotonic() at which the body had arrived. load_seconds: from then until the model was ready for it.
     idle: seconds without a job after which the model is to be unloaded; None: the server's default.
     """
 
@@ -81,7 +81,7 @@ class ApiRequest:
     def begin(self, begun: Begun) -> Iterable[str]: ...
 
     def prefilled(self, choice: int, event: Prefilled) -> Iterable[str]:
-        """Return the lines to stream after a prefill chunk of choice number `choice`; none in this base class."""
+        """Return texts to stream after a prefill chunk of the choice with index `choice`; none in this base class."""
         return ()
 
     def part(self, choice: int, part: Part) -> Iterable[str]: ...
@@ -204,10 +204,10 @@ def chat_decode_requests(
 ) -> list[DecodeRequest]:
     """Encode a conversation in OpenAI's form; return one request per choice. Raises Refused.
 
-    messages: their contents are strings. choice: the offered tools, and how the answer may call them. template:
+    messages: as `messages_of` returns them. choice: the offered tools, and how the answer may call them. template:
     variables of the chat template. warnings: appended to. ids: of tool calls in the response. output: the grammar of
-    the content, None for free text; that of a forced call replaces it. more: options of `decode_requests`: `most` is
-    required, `choices` is 1 by default (the body's `n` is not read).
+    the content, None for free text; `call_output` combines it with that of calls. more: options of
+    `decode_requests`: `most` is required, `choices` is 1 by default (the body's `n` is not read).
     """
     how, tools = end_of_prompt(body, messages), choice.offered
     output = call_output(info, choice, output, warnings)

@@ -43,7 +43,7 @@ PATIENCE = 2.0  # seconds before the stream of a queued request begins with a co
 SILENCE = 10.0  # seconds without an event after which a stream sends a keep-alive
 WARNING, MAX_WARNING = "X-MLX-MTP-Warning", 2000  # a header, and its maximum number of characters
 EMBEDDINGS = "this server generates text; it has no embeddings. Use another server for them"
-FIXED = "the models of this server are chosen at its start; `mlx-mtp pull NAME` downloads one"
+FIXED = "the models of this server are chosen at its start; add one with `mlx-mtp pull NAME`, then restart the server"
 UNSUPPORTED = {
     **dict.fromkeys(("/v1/embeddings", "/embeddings", "/api/embed", "/api/embeddings"), EMBEDDINGS),
     **dict.fromkeys(("/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete"), FIXED),
@@ -115,7 +115,7 @@ def _unexpected(request: Request, error: Exception) -> Response:
 
 
 async def unsupported(request: Request) -> Response:
-    """Raise Refused (404) with what this server does not do, and what helps."""
+    """Raise Refused (404) for a path in UNSUPPORTED, with the reason."""
     path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
     raise Refused(f"{path}: {UNSUPPORTED[path]}", status=404)
 
@@ -149,10 +149,11 @@ def _warned(request: Request, warnings: list[str]) -> dict[str, str]:
 
 
 async def respond(request: Request, api: type[ApiRequest]) -> Response:
-    """Submit a request to its model's engine; return its response, a stream if it requests one. Raises Refused.
+    """Submit a request to its model's engine; return its response, a stream if the client requests one.
 
-    A failure of the engine is an error response; in a stream, unless it is the first event and arrives within
-    PATIENCE seconds, it is an event of the stream.
+    Raises Refused, QueueFull without room in the queue, and ClientDisconnect if the client disconnects before. A
+    failure after that is an error response. Of a stream it is one only if it is the first event and arrives within
+    PATIENCE seconds; otherwise the stream ends with it. A request without choices only loads the model.
     """
     service: Service = request.app.state.service
     body = await read_body(request, service.rules.body)
@@ -198,7 +199,7 @@ async def _whole(request: Request, active: "ActiveRequest") -> Response:
 
 
 class Stream(StreamingResponse):
-    """A response as server-sent events; its jobs are cancelled however it ends."""
+    """A response as a stream, in the media type of its API; its jobs are cancelled however the stream ends."""
 
     def __init__(self, active: "ActiveRequest", first: tuple[int, Event] | None, headers: dict[str, str]):
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}

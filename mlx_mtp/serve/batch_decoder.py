@@ -23,9 +23,10 @@ FAILED = "all requests that were decoded together failed; repeat the request"
 def decode_alone(
     model: Any, tokenizer: Any, prompt: list[int], options: dict[str, Any], crowded: Callable[[], bool]
 ) -> Responses:
-    """Decode a job without a batch; return its responses, with None after each cycle, so that other jobs can run.
+    """Yield the responses of a job that is decoded without a batch, and None once per cycle, so that others can run.
 
-    options: of `stream_generate`, with stats. crowded: returns whether other jobs run between the cycles.
+    prompt: the tokens that are not in `prompt_cache` of `options`. options: of `stream_generate`, with stats.
+    crowded: returns whether other jobs run between the cycles; its result is set in the stats at each response.
     """
     return _with_turns(stream_generate(model, tokenizer, prompt, **options), options["stats"], crowded)
 

@@ -1,4 +1,4 @@
-"""List the models that a server for several models offers, from their files' headers."""
+"""List the models that a server for several models can load, from their files' headers and config.json."""
 
 import contextlib
 import hashlib
@@ -20,14 +20,16 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json
 
 @dataclass(frozen=True)
 class Offer:
-    """A model that a server offers, known without a load.
+    """The facts about a model, which need no load.
 
-    name: in requests. path: its directory or GGUF file. problem: why it cannot be served, else "". The other fields
-    are unknown (0, "") if there is a problem.
-    context: maximum tokens of prompt and answer together. needed: bytes of memory that a load and UNCHECKED tokens
-    need. size: bytes of the weights in memory. family: model_type of config.json. stored: the weights' formats.
-    created: time of the last change in seconds since 1970. sees: it reads pictures.
-    digest: 64 hex digits, which differ between models.
+    name: in requests. path: its directory or GGUF file. problem: why it cannot be served, else "". With a problem the
+    fields below have their defaults (0, "", False).
+    context: maximum tokens of prompt and answer together. needed: estimated bytes of memory for the load and a
+    context of UNCHECKED tokens, or of `context` if that is less. size: bytes of the weights in memory, of target and
+    heads. family: the model_type. stored: the weights' formats in memory. created: time of the last change of
+    `path`, in seconds since 1970. sees: the model reads pictures. digest: 64 hex digits, from path, size and created.
+
+    A server of one loaded model has no path and no `needed` for it; `created` is the time of its load.
     """
 
     name: str
@@ -51,10 +53,11 @@ class Offer:
 
 
 def offers(models: Iterable[tuple[str, Path]], folder: Path | None, limit: int | None = None) -> list[Offer]:
-    """Return the given models, then those in a folder and up to four levels below, each once.
+    """Return an `Offer` of each given model, then of each other model in a folder and up to four levels below.
 
     models: pairs of name and path. A model of the folder has the name of its directory or file, or its path in the
-    folder if the former is another model's too. limit: maximum of the contexts.
+    folder if another model has that name, too. limit: maximum of the contexts; None: those of the models. Models that
+    cannot be served are included, with a `problem`.
     """
     given = [*models]
     known = {path.resolve() for _, path in given}
@@ -70,7 +73,7 @@ def _within(place: Place, folder: Path | None) -> str:
 
 
 def offer(name: str, path: Path, limit: int | None = None) -> Offer:
-    """Describe a model by its headers and config.json; an error becomes its `problem`. limit: of the context."""
+    """Return the `Offer` of a model; the first error or problem becomes its `problem`. limit: as in `offers`."""
     try:
         facts = inspect_gguf(path)[1] if is_gguf(path) else inspect_checkpoint(path, values=False)
         problem = next(_problems(path, facts), "")
@@ -96,7 +99,7 @@ def offer(name: str, path: Path, limit: int | None = None) -> Offer:
 
 
 def _of_tokenizer(path: Path) -> int:
-    """Return the maximum length that tokenizer_config.json states; UNCHECKED without one."""
+    """Return model_max_length of tokenizer_config.json; UNCHECKED unless it is an integer from 1 to LONGEST."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         found = json.loads((path / "tokenizer_config.json").read_text("utf-8")).get("model_max_length")
         return found if type(found) is int and 0 < found <= LONGEST else UNCHECKED

@@ -131,10 +131,11 @@ def functions_of(tools: list[dict[str, Any]], warnings: list[str], kind: str = "
 def messages_of(
     given: list[dict[str, Any]], warnings: list[str], pictures: RequestPictures = NO_PICTURES, result: str = "content"
 ) -> list[Message]:
-    """Convert messages of a request to the form that the chat template receives. Raises Refused.
+    """Return the messages of a request in the form that the chat template receives. Raises Refused.
 
-    Content is `Content`, developer is system, and function is tool. warnings: appended to. pictures: collects those
-    of the messages. result: the field of a tool result, for warnings.
+    Contents become `forms.Content`, the role developer becomes system, and function becomes tool. warnings: appended
+    to. pictures: collects those of the messages; without it they are refused, in a tool result replaced by a line of
+    text. result: name of the field of a tool result, for warnings and errors.
     """
     return [_message(message, warnings, pictures, result) for message in given]
 

@@ -48,12 +48,12 @@ class Engine:
 
     Of several models each has an engine whose thread is not started: `Models` calls its methods on one thread.
 
-    load:  loads the model on that thread. ready: called there after the first load.
+    load:  loads and returns the model, on that thread. ready: called there after the first load.
     store: writes the prefix cache to files when the model is unloaded or the engine ends.
-    state: "loading", "ready", "unloaded" or "failed" (the thread has ended); `error` is the exception of a failure.
+    state: "loading", "ready", "unloaded" or "failed" (the exception `error` ended the thread).
     served: the model, None while it is not loaded. running: the active jobs, each with its generator.
-    signal: set by each request, and by `stop`; engines that one thread runs share it.
-    idle_unload: seconds without a job after which the model is unloaded: the limit's, or those of the last request.
+    signal: set by each request, and by `stop`, to end a wait of the thread; engines that one thread runs share it.
+    idle_unload: seconds without a job after which the model is unloaded: those of the last request, or of `limits`.
 
     An exception ends only the jobs that it concerns: `_advance` catches those of one job, `BatchDecoder.step` those
     of a shared cycle, `dropped` those of background work, `_serve` all others.
@@ -96,7 +96,7 @@ class Engine:
 
     @property
     def oldest(self) -> float:
-        """Arrival, of time.monotonic(), of the first queued job; infinite without one."""
+        """time.monotonic() at which the first queued job arrived; infinite if none is queued."""
         return self._queue[0].begun if self._queue else float("inf")
 
     def submit(self, jobs: list[Job]) -> None:
@@ -127,7 +127,7 @@ class Engine:
             self.close()
 
     def close(self) -> None:
-        """End all jobs with status 503, and release the model; later jobs are refused."""
+        """End all jobs with status 503, store the prefix cache and release the model; later jobs are refused."""
         with dropped("requests were not ended"):
             self._fail_all()
         with dropped("the model was not released"):
@@ -171,7 +171,7 @@ class Engine:
         return True
 
     def open(self, served: Served) -> None:
-        """Use a loaded model from now on."""
+        """Serve a loaded model from now on: set `served`, and the state to "ready"."""
         self.served, self.state = served, "ready"
         with dropped("rows were not compared"):
             self._comparing = compare_rows(served) if served.tree.decoded is None else None
@@ -203,12 +203,12 @@ class Engine:
         return True
 
     def end_due(self) -> None:
-        """End the active jobs whose clients have disconnected, or whose time limit is reached."""
+        """End the active jobs that were cancelled or have reached their deadline."""
         for job, steps in [running for running in self.running if must_end(running[0])]:
             self._advance(job, steps)
 
     def advance(self) -> None:
-        """Advance each active job by a prefill chunk or a cycle."""
+        """Advance each active job by a step, such as a prefill chunk or a cycle."""
         for job, steps in sorted(self.running, key=lambda running: running[0].prefilling):  # decoding before prefills
             self._advance(job, steps)
         if self.served and self.served.batch:
@@ -230,9 +230,9 @@ class Engine:
             del self._queue[0]
 
     def _end_prefill_for(self, request: DecodeRequest) -> None:
-        """End the background prefill if a new prompt starts with all tokens that it has processed.
+        """End the background prefill if a new prompt, of the same adapter, starts with all its tokens so far, if any.
 
-        The prefill then stores its last chunk, so that the prompt can continue there.
+        The prefill then gives its last chunk a checkpoint, so that the prompt can continue there.
         """
         adapter, begun = self._prefill
         if self._background and adapter == request.adapter and 0 < self._prefilled <= shared(begun, request.prompt):
@@ -318,14 +318,14 @@ class Engine:
             self.unload()
 
     def unload(self) -> None:
-        """Release the model, after its prefix cache was stored in files if there are any, and its freed memory."""
+        """Store the prefix cache in its files, if it has any; then release the model and MLX's unused memory."""
         self.state = "unloaded"
         self._release()
         gc.collect()  # trees and decoders refer to themselves
         mx.clear_cache()
 
     def background(self) -> bool:
-        """Do a step of background work, or wait up to QUIET seconds for a request first; False if none is left."""
+        """Do a step of background work, some only after QUIET seconds without a request; False if none is left."""
         if self._background:
             self._background = self._continued(self._background, "a prompt was not prefilled")
         elif self.served and self._finished:

@@ -18,11 +18,11 @@ NAT64 = ipaddress.ip_network("64:ff9b::/96")  # IPv6 addresses that end with an 
 
 
 def fetched(url: str, hosts: tuple[str, ...], most: int, until: float) -> bytes:
-    """Return the body at an http(s) URL.
+    """Return the body of the response to a GET of an http(s) URL.
 
-    hosts: allowed "host" or "host:port", without a port the scheme's. most: maximum bytes. until: in the time of
-    `time.monotonic`. Raises ValueError for a URL of another host, an address that is not public, a status other than
-    200, too many bytes, and any failure of the connection.
+    hosts: allowed "host", on the scheme's own port only, or "host:port". most: maximum bytes. until: time.monotonic()
+    at which the connection is ended. Raises ValueError for a URL that is invalid or not allowed, a host with an
+    address that is not public, a status other than 200, a larger body, and a connection that fails or is ended.
     """
     parts, port = _checked(url, hosts)
     host = parts.hostname or ""
@@ -33,12 +33,17 @@ def fetched(url: str, hosts: tuple[str, ...], most: int, until: float) -> bytes:
             return _body(connection, parts, most, until)
     except (OSError, http.client.HTTPException) as e:
         late = time.monotonic() >= until or isinstance(e, TimeoutError)
-        why = f"did not end within {SECONDS:.0f} seconds" if late else f"failed ({type(e).__name__})"
+        limit = f"did not end within {SECONDS:.0f} seconds, the limit of all pictures of a request together"
+        why = limit if late else f"failed ({type(e).__name__})"
         raise ValueError(f"the download from {host} {why}") from None
 
 
 def _checked(url: str, hosts: tuple[str, ...]) -> tuple[SplitResult, int]:
-    """Return the parts of a URL and its port; raises ValueError unless its host is one of `hosts`."""
+    """Return the parts of a URL and its port. hosts: as in `fetched`.
+
+    Raises ValueError for an invalid URL or another host, and for a URL with a user name, a space, or a character that
+    is not printable ASCII.
+    """
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port or PORTS[parts.scheme]
@@ -47,22 +52,22 @@ def _checked(url: str, hosts: tuple[str, ...]) -> tuple[SplitResult, int]:
     allowed = f"{host}:{port}" in hosts or (host in hosts and port == PORTS[parts.scheme])
     if not allowed or parts.username is not None or not url.isascii() or not url.isprintable() or " " in url:
         raise ValueError(
-            f"URLs of {host[:80] or 'no host'!r} are not fetched; send a data: URL, or start the server with "
-            "--fetch-images and the name of the host"
+            f"this URL of host {host[:80]!r}, port {port}, is not fetched; send a data: URL. Allowed are hosts of "
+            "the server's --fetch-images HOST[:PORT], in URLs of printable ASCII without spaces and user name"
         )
     return parts, port
 
 
 def _address(host: str, port: int) -> str:
-    """Return an IP address of a host; raises ValueError unless all its addresses are public."""
+    """Return the first IP address of a host. ValueError unless all its addresses are public, OSError without any."""
     found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     if not all(_is_public(address) for address in found):
-        raise ValueError(f"host {host[:80]!r} has an address that is not public; it is not fetched")
+        raise ValueError(f"host {host[:80]!r} has an address that is not public; nothing is fetched from it")
     return found[0]
 
 
 def _is_public(address: str) -> bool:
-    """Return whether an IP address, and an IPv4 address that it contains, are reachable from all of the internet."""
+    """Return whether an IP address, and the IPv4 address in a mapped, 6to4 or NAT64 one, are global and unicast."""
     found = ipaddress.ip_address(address.partition("%")[0])
     inner: Any = None
     if isinstance(found, ipaddress.IPv6Address):
@@ -73,7 +78,7 @@ def _is_public(address: str) -> bool:
 
 @contextlib.contextmanager
 def _ended(connected: socket.socket, until: float) -> Iterator[None]:
-    """Shut a connection down at the time `until`; its own timeout would start again with each received byte."""
+    """Shut a connection down if the block still runs at `until`; a timeout would start again with each piece."""
     twin = connected.dup()  # TLS detaches the socket itself
     timer = threading.Timer(max(0.01, until - time.monotonic()), _shut_down, [twin])
     timer.daemon = True
@@ -91,7 +96,7 @@ def _shut_down(connected: socket.socket) -> None:
 
 
 def _connection(parts: SplitResult, port: int, plain: socket.socket) -> http.client.HTTPConnection:
-    """Return an HTTP connection over a connected socket, so that the host is not looked up again."""
+    """Return an HTTP or HTTPS connection over a connected socket, so that the host is not looked up again."""
     connection = http.client.HTTPConnection(parts.hostname or "", port)
     if parts.scheme == "https":
         connection.sock = ssl.create_default_context().wrap_socket(plain, server_hostname=parts.hostname)

@@ -35,10 +35,11 @@ class ModelInfo:
     created:  time of the load in seconds since 1970. seeds: returns a random seed.
     unread_calls: why calls in the model's own format may be returned as text; None if they are parsed.
     adapters: names of adapters that requests can select. vocab_size: number of the model's logits.
-    vision: reads pictures; None if the model reads none, for the reason `blind`. fetch: hosts whose pictures may be
-    fetched.
+    vision: the vision tower; None if the model reads no pictures, for the reason `blind` ("" if none is known).
+    fetch:    "host" or "host:port" from which pictures may be fetched.
     tool_format: the format of tool calls in answers; None: calls stay text. frames: as in `Served`.
-    family, stored, size: model_type, formats and bytes of the weights in memory.
+    family, stored: the model_type, and the weights' formats in memory; "" if unknown. size: bytes of the weights of
+    target and heads in memory; 0 if unknown.
     """
 
     names: tuple[str, ...]
@@ -74,7 +75,7 @@ class ModelInfo:
         return (*own, *(f"{name}:{adapter}" for name in own for adapter in self.adapters))
 
     def has_name(self, name: str) -> bool:
-        """Return whether requests may use a name; a final ":latest", which Ollama's clients add, does not count."""
+        """Return whether requests may use a name, with or without a final ":latest", which Ollama's clients add."""
         return "*" in self.names or name in self.listed or name.removesuffix(LATEST) in self.listed
 
     def called(self, body: dict[str, Any]) -> str:
@@ -92,7 +93,7 @@ class ModelInfo:
     def adapter_of(self, body: dict[str, Any]) -> str | None:
         """Return the adapter that a request names in `adapter` or after its model's name; None if in neither.
 
-        Raises Refused for an unknown name in `adapter`, or another one there than after the model's name.
+        Raises Refused for an unknown adapter in `adapter`, and if the model's name ends with another adapter.
         """
         model, name = body.get("model"), body.get("adapter")
         before, _, after = ("" if model in self.names else text(body, "model")).rpartition(":")
@@ -109,7 +110,10 @@ class ModelInfo:
 
 
 def unknown_model(name: str, listed: Iterable[str], problem: str = "") -> Refused:
-    """Return the error for a model's name that is not served. problem: of a model that was left out, in brackets."""
+    """Return the error, with status 404, for a model's name that is not served. listed: the names that are.
+
+    problem: " (reason)" for a model that cannot be served; "" for any other name.
+    """
     allowed = ", ".join(repr(each) for each in listed)
     message = f"model={repr(name)[:80]}{problem}: allowed is {allowed}"
     return Refused(message, status=404, param="model", code="model_not_found")
@@ -176,7 +180,7 @@ def _are_stops(value: Any) -> bool:
 
 TEXTS = ("text", "input_text", "output_text", "refusal")
 PICTURES = ("image", "image_url", "input_image")
-NO_PICTURES = "this server reads text only, no pictures"  # part of prompts, see `tool_content`
+NO_PICTURES = "pictures are not read here"  # part of prompts, see `tool_content`
 Picture = Callable[[dict[str, Any], str], dict[str, Any]]  # reads a part of a request, see `RequestPictures.add`
 
 
@@ -192,9 +196,10 @@ def plain_text(value: Any, name: str) -> str:
 
 
 def content_with_pictures(value: Any, name: str, picture: Picture) -> Content:
-    """Return content, a text or a list of parts, as one text, or as parts if pictures are among them.
+    """Return content, a text or a list of parts, as one text, or as parts if pictures are among them; "" for None.
 
-    picture: returns the part of a picture. Raises Refused, naming the field, for a part that is neither.
+    picture: returns the new part for a picture's part and `name`. Raises Refused, naming the field `name`, for a part
+    that is neither text nor picture, and as `picture`.
     """
     found: list[str | dict[str, Any]] = []
     for part in _parts(value, name):
@@ -211,8 +216,9 @@ def content_with_pictures(value: Any, name: str, picture: Picture) -> Content:
 def tool_content(value: Any, name: str, warnings: list[str], picture: Picture | None) -> Content:
     """Return a tool result, a text or a list of parts, as one text, or as parts if pictures are among them.
 
-    A part that is neither becomes a line that states this, with a warning, and so does a picture if `picture`, which
-    returns its part, is None. name: the result's field, for messages. Raises Refused for another value.
+    None is "". A part that is neither text nor picture is replaced by a line of text, with a warning; so is a picture
+    if `picture` is None. picture: as in `content_with_pictures`. name: the result's field, for messages. warnings:
+    appended to. Raises Refused for another value, and as `picture`.
     """
     found: list[str | dict[str, Any]] = []
     noted = False
@@ -223,7 +229,7 @@ def tool_content(value: Any, name: str, warnings: list[str], picture: Picture | 
             found, noted = [*found, picture(part, name)], False
         else:
             kind = "picture" if part.get("type") in PICTURES else f"part of type {repr(part.get('type'))[:80]}"
-            line = f"[A {kind} was left out: {NO_PICTURES if kind == 'picture' else 'this server reads text only'}.]"
+            line = f"[A {kind} was left out: {NO_PICTURES if kind == 'picture' else 'this type is not read here'}.]"
             before = "".join(each for each in found if isinstance(each, str))
             found, noted = [*found, ("\n" if before and not before.endswith("\n") else "") + line], True
             warnings.append(f"{name}: a {kind} in a tool result was replaced by a line of text")

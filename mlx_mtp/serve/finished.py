@@ -1,4 +1,4 @@
-"""Keep the caches of finished jobs until idle time, in which their conversations are prefilled."""
+"""Keep the caches of finished jobs until a new prompt reuses their rows or background work prefills the next."""
 
 from collections import deque
 
@@ -10,12 +10,15 @@ MAX_FINISHED = 4  # responses whose conversations wait for idle time to be prefi
 
 
 class FinishedJobs(deque[tuple[Job, PromptCache | None]]):
-    """The last finished jobs of a model, the oldest first, each with its cache; None: its rows may not be stored."""
+    """The last finished jobs of a model, at most MAX_FINISHED, the oldest first, each with its cache.
+
+    The cache is None if the job returned none, or if the prefix tree may not hold rows computed by decoding.
+    """
 
     def add(self, served: Served, job: Job, cache: PromptCache | None) -> None:
-        """Append a job; before that store the rows of the oldest one and remove it, if there are MAX_FINISHED.
+        """Append a job and its cache; if there are MAX_FINISHED, first remove the oldest job as `keep_oldest` does.
 
-        cache: dropped if the tree may not hold decoded rows.
+        cache: dropped if the tree may not hold decoded rows (`decoded` is False).
         """
         if len(self) == MAX_FINISHED:
             self.keep_oldest(served)
@@ -23,15 +26,15 @@ class FinishedJobs(deque[tuple[Job, PromptCache | None]]):
         self.append((job, None if tree.decoded is False else cache))
 
     def keep_oldest(self, served: Served) -> None:
-        """Remove the oldest job; store its decoded rows if the tree may hold such rows."""
+        """Remove the oldest job; if its cache is kept, store its rows in the prefix tree, if that may hold them."""
         job, cache = self.popleft()
         keep(with_adapter(served, job.request.adapter), cache.tokens if cache else [], cache)
 
     def keep_for(self, served: Served, request: DecodeRequest) -> None:
-        """Store the rows that a new prompt can reuse, because background work has not stored them yet.
+        """Store in the prefix tree the rows of finished jobs that a new prompt can reuse; the jobs stay here.
 
-        They must have the same adapter. A prompt of another conversation must share at least a chunk: all share the
-        first tokens of the template.
+        These are jobs with the prompt's adapter whose prompt it continues, or whose cache it shares at least
+        `chunking.least` tokens with: all prompts share the first tokens of the chat template.
         """
         prompt, adapter = request.prompt, request.adapter
         served = with_adapter(served, adapter)

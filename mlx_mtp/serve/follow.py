@@ -28,9 +28,9 @@ def as_json(request: DecodeRequest) -> dict[str, Any]:
 
 
 def from_json(content: dict[str, Any], served: Served | None = None) -> DecodeRequest:
-    """Return the request that `as_json` wrote, without `follows`; its grammar is compiled for `served`.
+    """Return the request that `as_json` wrote, without `follows` and without the images of its pictures.
 
-    Without `served` the request has no grammar.
+    served: the model, for whose tokenizer the grammar is compiled; None: the request has no grammar.
     """
     penalties = {n: dict(v) if isinstance(v, list) else v for n, v in content["penalties"]}
     rules: Any = (tuple(value) if isinstance(value, list) else value for value in content["rules"])

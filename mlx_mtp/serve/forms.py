@@ -11,7 +11,7 @@ Content = str | list[dict[str, Any]]
 
 
 class Conversation(NamedTuple):
-    """Messages in the form of OpenAI's chat completions, with `Content`, and the offered tools."""
+    """Messages in the form of OpenAI's chat completions, each content a `Content`, and the offered tools or None."""
 
     messages: list[Message]
     tools: list[Any] | None
@@ -52,9 +52,9 @@ def joined(messages: list[Message], role: str) -> list[Message]:
 
 
 def joined_contents(contents: Iterable[Content | dict[str, Any]], space: str = "") -> Content:
-    """Return contents, and parts of contents, as one content; it is a text if no picture is among them.
+    """Return contents and parts of contents, in their order, as one content: a text if no picture is among them.
 
-    space: put between adjacent texts.
+    space: put between adjacent texts. Without contents: "".
     """
     found: list[dict[str, Any]] = []
     for content in contents:
@@ -124,9 +124,9 @@ def _with_a_list_of_tools(conversation: Conversation) -> Conversation:
 
 
 def _with_one_system_turn(conversation: Conversation) -> Conversation:
-    """Convert system messages after the first message to user messages; if any, merge adjacent user messages.
+    """Convert system messages after the first message to user messages, then merge all adjacent user messages.
 
-    Not if one of them has a picture.
+    Unchanged if there are no such system messages, or one of them has a picture.
     """
     first, *others = conversation.messages
     systems = [message for message in others if message["role"] == "system"]
@@ -186,7 +186,7 @@ def _with_a_question(conversation: Conversation) -> Conversation:
 
 
 def _with_the_system_prompt_in_the_question(conversation: Conversation) -> Conversation:
-    """Make a first system message a part of the question after it, unless it has a picture."""
+    """Convert a first system message without a picture to a user message; merge the next if that is the user's."""
     first, *others = conversation.messages
     if first["role"] != "system" or has_picture(first["content"]):
         return conversation
@@ -198,7 +198,7 @@ def with_calls_as_text(conversation: Conversation, *, calls: bool = True, result
     """Return the conversation with tool calls, tool results or both as text.
 
     calls: move calls into the content of their answers, each as JSON between <tool_call> and </tool_call>. results:
-    turn messages of role `tool` into user messages, and merge adjacent user messages.
+    convert messages of role `tool` to user messages; if there are any, then merge all adjacent user messages.
     """
     messages = conversation.messages
     if calls:

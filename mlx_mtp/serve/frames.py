@@ -100,7 +100,7 @@ def add_reasoning_marks(tokenizer: Any) -> None:
 
 
 def ends_in_reasoning(tokenizer: Any, tokens: Sequence[int]) -> bool:
-    """Return whether a prompt's tokens open reasoning and do not end it; False for a tokenizer without its marks."""
+    """Return whether the last mark around reasoning in a prompt's tokens is a start; False if there is none."""
     thinks = getattr(tokenizer, "has_thinking", False)
     return thinks and tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens)
 

@@ -18,7 +18,7 @@ To call a tool, answer with its name and its arguments in this form:
 def with_tools(
     info: ModelInfo, messages: list[Message], tools: list[Any] | None, template: dict[str, Any]
 ) -> tuple[list[Message], list[Any] | None]:
-    """Return the messages to render, and the given tools.
+    """Return (the messages to render, the given tools).
 
     If there are tools and the model's own format of calls is unknown (`info.tool_format` is GENERIC), the system
     prompt, a new one if there is none, also describes the generic format, and lists the tools if the chat template

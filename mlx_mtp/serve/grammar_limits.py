@@ -22,9 +22,9 @@ ITEM = re.compile(r"\{(?P<count>\d+)(?:,\d*)?\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.
 
 
 def compiled_within(make: Callable[[], T], field: str, param: str) -> T:
-    """Return make(), called on another thread, or raise its ValueError; other exceptions become one.
+    """Return make(), called on another thread, or raise its ValueError; any other exception becomes a ValueError.
 
-    Raises Refused, with `field` in its message and `param`: status 400 if make() takes longer than MAX_SECONDS (its
+    Raises Refused, with `param`, and `field` in the message: status 400 if make() takes longer than MAX_SECONDS (its
     thread continues, and the result is dropped), 503 if two other calls still run MAX_SECONDS after this one began.
     """
     if not COMPILERS.acquire(timeout=MAX_SECONDS):
@@ -48,9 +48,10 @@ def _run(make: Callable[[], T], found: Future[T]) -> None:
 
 
 def check_schema(schema: Any) -> None:
-    """Raise ValueError if a JSON schema, or a list of choices, exceeds one of the limits above.
+    """Raise ValueError if a JSON schema, or a list of choices, exceeds a limit.
 
-    The message begins with the keyword at fault, unless all of the JSON is too large.
+    The limits: MAX_BYTES of all as JSON, MAX_PROPERTIES in all objects together, MAX_FIXED characters of each text of
+    `_fixed`. The message begins with the keyword at fault, unless all of the JSON is too large.
     """
     if (size := len(json.dumps(schema))) > MAX_BYTES:
         raise ValueError(f"the JSON has {size} bytes; allowed are at most {MAX_BYTES}")
@@ -64,10 +65,10 @@ def check_schema(schema: Any) -> None:
 
 
 def _fixed(name: str, value: Any) -> Iterator[int]:
-    """Yield the number of characters of each text that a keyword fixes; nothing for other keywords.
+    """Yield the number of characters of each text that a schema's keyword `name` with this value fixes.
 
-    Those are a const and the values of an enum, as JSON, names in an object of schemas, and, estimated, the shortest
-    match of a pattern.
+    const: it, as JSON. enum: each value, as JSON. NAMED: each name. pattern, and each name of patternProperties: the
+    shortest match, estimated. Nothing for other keywords.
     """
     if name == "const":
         yield len(json.dumps(value))
@@ -91,7 +92,7 @@ def check_text(text: str) -> None:
 
 
 def least_length(pattern: str) -> int:
-    """Estimate the characters of a regular expression's shortest match; of alternatives the longest counts."""
+    """Estimate the length of a regular expression's shortest match in characters; the longest alternative counts."""
     groups, repeated = [[0, 0, 0]], False  # per open group: its length, that of alternatives before, of its last item
     for found in ITEM.finditer(pattern):
         sign, group = found[0], groups[-1]

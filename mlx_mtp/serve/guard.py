@@ -34,8 +34,8 @@ class Rules:
     def check(self, path: str, method: str, headers: Headers) -> None:
         """Raise Refused for headers that violate the rules.
 
-        Host and Origin: 403. The key, except for paths in OPEN and below /page/: 401. A POST's content type: 415;
-        below UNTYPED only with an Origin, which browsers send with every POST.
+        Host and Origin: 403. The key, except for paths in OPEN and below /page/: 401. A POST of another content type
+        than application/json: 415; below /api/ only with an Origin, which browsers send with every POST.
         """
         host = host_of(headers.get("host", ""))
         if not (host in ("localhost", *self.hosts) or _is_address(host)):

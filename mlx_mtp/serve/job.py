@@ -37,17 +37,18 @@ log = logging.getLogger("mlx_mtp.serve")
 class DecodeRequest:
     """The prompt and the options of one choice of a response.
 
-    prompt:   token ids, with those of its pictures. turns: positions at which later prompts may start to differ from
-              it. stops: stop strings.
+    prompt:   token ids; rows of pictures are negative. pictures: those of the prompt, in its order.
+    turns:    positions at which later prompts may start to differ from the prompt. stops: stop strings.
     sampling: keyword arguments of `stream_generate`; penalties: of mlx-lm's `make_logits_processors`.
     logprobs: number of most likely tokens to return with each token; None for no log probabilities.
     chat:     split the text into reasoning, content and tool calls; one_call: end after the first tool call.
+    tools:    functions that the answer may call, in OpenAI's form, or None; rules: excluded tokens.
     thinking: the prompt ends within reasoning; continues: it ends within an answer; after_tool: a tool
               result follows its last answer.
     follows:  encodes the start of the next turn's prompt, given the parts of this answer; None if that is unknown.
     adapter:  name of the adapter to decode with; None for the server's default.
     grammar:  the compiled grammar that the answer must match; None for a free answer.
-    progress: send a `Prefilled` after each chunk of the prefill.
+    progress: send a `Prefilled` after each step of the prefill.
     """
 
     prompt: list[int]
@@ -78,9 +79,10 @@ class Begun(NamedTuple):
 
 
 class Prefilled(NamedTuple):
-    """An event: a prefill chunk has ended, and the first `done` tokens of the prompt are in the cache.
+    """An event: a prefill chunk, or a part of the encoding of a picture, has ended.
 
-    The last one need not reach the end of the prompt: a rest shorter than a chunk is prefilled without an event.
+    done: number of the prompt's first tokens in the cache; the encoding of a picture does not change it. The last
+    event need not have all tokens: a rest shorter than a chunk is prefilled without an event.
     """
 
     done: int
@@ -187,7 +189,7 @@ def with_adapter(served: Served, name: str | None) -> Served:
 
 
 def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[None, None, PromptCache | None]:
-    """Generate one choice, yielding after each prefill chunk and each cycle; its events are sent with `job.send`.
+    """Generate one choice, yielding after each step of the prefill and each cycle; send events with `job.send`.
 
     Return its prompt cache, also after an `Interrupted`, which sends no End; None if a batch could not copy it.
     Raises ValueError if the prompt and one token do not fit in memory; any exception of decoding leaves it, too.
@@ -227,8 +229,9 @@ def prefill(
 ) -> Iterator[int]:
     """Append to `cache` the complete chunks of a prompt that it lacks; store each and yield its end position.
 
-    Before a picture that must be encoded, yield the cache's position after each part of that work.
-    The tokens after the last chunk remain for decoding, and up to `spare` tokens even if a chunk ends among them.
+    Before a chunk with pictures that must be encoded, yield the cache's unchanged position after each part of that
+    work; not on several ranks. The tokens after the last chunk remain for decoding, and so do up to `spare` tokens
+    even if chunks end among them.
     turns: positions before which the last chunk gets a checkpoint, as the last of all does. If the generator is
     closed early, the last chunk prefilled gets one too, so that a prompt can continue there.
     """
@@ -246,7 +249,7 @@ def prefill(
 
 
 def _resumable(served: Served, cache: PromptCache, steps: Iterable[int]) -> Iterator[int]:
-    """Yield the steps; if the generator is closed early, give the last chunk in `cache` a checkpoint."""
+    """Yield the steps; if the generator is closed early, or a step fails, give `cache`'s last chunk a checkpoint."""
     try:
         yield from steps
     except BaseException:

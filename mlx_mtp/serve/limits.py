@@ -5,7 +5,10 @@ from dataclasses import dataclass
 
 @dataclass
 class Limits:
-    """Maximum numbers of active and of queued jobs, and seconds without a job after which a model is unloaded."""
+    """The maximum numbers of active and of queued jobs, with several models of all together.
+
+    idle_unload: seconds without a job after which a model is unloaded, unless a request states others.
+    """
 
     active: int = 8
     queued: int = 64

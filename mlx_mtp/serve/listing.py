@@ -13,11 +13,11 @@ from .service import Service
 
 
 async def health(request: Request) -> Response:
-    """Return status 200 while requests can be answered, also if that needs a load; else 503.
+    """Return status 200 and "ok", or 503 and "loading" or "failed", as the member `status` of a JSON object.
 
-    Of one model: 503 during any load and once the engine has failed. Of several: 503 until they are listed and once
-    the thread has failed; then the body has the progress of a load, and the state of each model unless the request
-    lacks a required key.
+    Of one model: "loading" during any load; "ok" while it is unloaded, since a request loads it. Of several:
+    "loading" until they are listed; the body also has the members of `_states`, with models' names if the request
+    has the API key or none is required.
     """
     service: Service = request.app.state.service
     engine, states = service.engine, {}
@@ -30,9 +30,9 @@ async def health(request: Request) -> Response:
 
 
 def _states(models: Models, *, named: bool) -> dict[str, Any]:
-    """Return the number of waiting requests, and the stage, units done and their total of the current load.
+    """Return {"queued": number of queued requests and jobs} and, during a load, "loading": its stage, done and total.
 
-    named: also the names of models: the one that is loaded, all with their states, and those left out, with reasons.
+    named: also with the name of the model that is loading, "models": the state of each by its name, and "skipped".
     """
     found: dict[str, Any] = {"queued": models.queued}
     if slot := models.loading:
@@ -54,14 +54,14 @@ def _state(slot: Any) -> dict[str, Any]:
 
 
 def skipped(models: Models) -> list[dict[str, str]]:
-    """Return the models that are left out, each with the reason."""
+    """Return {"id": name, "reason": ...} for each model that cannot be served."""
     return [{"id": each.name, "reason": each.problem} for each in models.skipped]
 
 
 async def models(request: Request) -> Response:
-    """List the names of all models, with the fields of OpenAI and Anthropic; of several also those left out.
+    """Return a list of all names of models, with the fields of OpenAI's and Anthropic's APIs.
 
-    Raises Refused (503) before they are known.
+    Of several models also "skipped": those that cannot be served. Raises Refused (503) before the models are known.
     """
     service: Service = request.app.state.service
     found = [_model(offer) for offer in service.offers()]
@@ -71,13 +71,13 @@ async def models(request: Request) -> Response:
 
 
 async def model(request: Request) -> Response:
-    """Return one model's entry of the list. Raises Refused, 404 for an unknown name."""
+    """Return the entry of one model, by the name in the path. Raises Refused as `offer_of`."""
     service, name = request.app.state.service, request.path_params["name"]
     return JSONResponse(_model(offer_of(service, name)))
 
 
 def offer_of(service: Service, name: str) -> Offer:
-    """Return the model with a name, with that name. Raises Refused, 404 for an unknown one."""
+    """Return the `Offer` of a model under this name. Refused: 404 for an unknown name, 503 before any is known."""
     if service.models:
         service.models.named({"model": name})
         return service.models.offer_of(name)

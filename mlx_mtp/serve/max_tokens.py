@@ -8,9 +8,10 @@ from ..machine.errors import first_line
 
 
 def agreed_max_tokens(served: Any, cache: PromptCache, request: Any) -> int:
-    """Return `_fitting_max_tokens`; several ranks all use rank 0's result, and raise its error as ValueError.
+    """Return the request's max_tokens, halved until prompt and answer fit in memory; ValueError if not even 1 fits.
 
-    served: a `Served`. request: a `DecodeRequest`.
+    On several ranks rank 0 decides: the others return its result, and all raise its error as ValueError. served: a
+    `Served`. cache: with the first tokens of the prompt, or none. request: a `DecodeRequest`.
     """
     if not served.ranks:
         return _fitting_max_tokens(served, cache, request)

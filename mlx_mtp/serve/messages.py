@@ -139,9 +139,9 @@ def anthropic_error(status: int, message: str) -> dict[str, Any]:
 
 
 def count_tokens(body: dict[str, Any], info: ModelInfo) -> tuple[dict[str, int], list[str]]:
-    """Return {"input_tokens": the prompt's length}, and the request's warnings. Raises Refused.
+    """Return ({"input_tokens": the prompt's length}, the request's warnings). Raises Refused.
 
-    Of pictures only the headers are read.
+    Pictures of URLs are fetched; of each picture only the header is read.
     """
     info.called(body)
     info.adapter_of(body)
@@ -160,7 +160,7 @@ def _reason(end: End) -> dict[str, Any]:
 
 
 def _choice(body: dict[str, Any], warnings: list[str]) -> ToolChoice:
-    """Return a body's tools, converted to OpenAI's form, and how the answer may call them.
+    """Return the `ToolChoice` of a body: its tools, converted to OpenAI's form, and how the answer may call them.
 
     warnings: appended to. Raises Refused for a tool without a name, and as `anthropic_choice`.
     """
@@ -178,7 +178,7 @@ def conversation_of(body: dict[str, Any], warnings: list[str], pictures: Request
     """Return a body's `system` and `messages` in OpenAI's form, with `Content`.
 
     warnings: appended to. pictures: collects those of the messages.
-    Raises Refused for an invalid message, and unless one is of another role than system.
+    Raises Refused for an invalid message, and if there are only system messages, or none.
     """
     found: list[Message] = []
     if system := _system(body.get("system")):
@@ -198,9 +198,11 @@ def _system(given: Any) -> str:
 
 
 def _messages(message: dict[str, Any], warnings: list[str], pictures: RequestPictures) -> list[Message]:
-    """Convert a message's blocks to messages: one per tool result, then one of all else. Raises Refused.
+    """Return a message as messages in OpenAI's form: one per tool result, then one of all its other blocks.
 
-    The last one is left out if there are results and it has neither text, pictures nor calls. warnings: appended to.
+    The last one is left out if there are results and it would have neither text, pictures nor calls. warnings:
+    appended to, for blocks of tools that the server lacks and for replaced parts of results. pictures: collects those
+    of the message. Raises Refused.
     """
     role, content = message.get("role"), message.get("content")
     if role not in ("system", "user", "assistant"):

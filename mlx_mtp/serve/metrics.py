@@ -33,7 +33,7 @@ COUNTERS = {
 class Metrics:
     """Counters and histograms of answered choices, a count of failed requests, and gauges of the current state.
 
-    engine: of one model, or several models. counted: the buffers of the one model.
+    engine: of one model, or the `Models` of several. counted: numbers of the buffers of the one model.
     """
 
     def __init__(self, engine: Engine | Models):
@@ -89,7 +89,7 @@ class Metrics:
 
     @property
     def _served(self) -> list[Served]:
-        """The loaded models."""
+        """The loaded models, each as a `Served`."""
         engines = self.engine.engines if isinstance(self.engine, Models) else [self.engine]
         return [served for engine in engines if (served := engine.served)]
 

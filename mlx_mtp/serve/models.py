@@ -33,13 +33,15 @@ class Models:
     """The thread that runs several models, with the queue of requests that wait for one; the caller starts `thread`.
 
     It has the interface of `Engine` that the server and the metrics use. One model is loaded at a time, on a thread
-    of its own, and loaded models continue meanwhile. A request for a loaded model never waits for another model,
-    unless its model has to be unloaded for that one: then those that came first are answered first.
+    of its own, and loaded models continue meanwhile. A request for a loaded model waits for the load of another model
+    only if its own is to be unloaded for that one, and only if the request arrives after this was decided.
 
-    find: lists the models; called on that thread at its start. load: loads one, with its facts for requests.
+    find: lists the models; called on that thread at its start. load: loads one, on the thread of the load.
+    ready: called once the models are listed. store: writes a model's prefix cache to files before it is unloaded.
     most: maximum bytes that MLX may have allocated when a load ends; None: what is available at the start.
-    aliases: other names of the first model; "*" allows any.
-    state: "loading" until the models are listed, then "ready"; "failed" if the thread has ended.
+    aliases: other names of the first model; "*" allows any. slots: the models that can be served, by name; skipped:
+    the others.
+    state: "loading" until the models are listed, then "ready"; "failed" if the exception `error` ended the thread.
     """
 
     find: Callable[[], list[Offer]]
@@ -85,11 +87,11 @@ class Models:
 
     @property
     def loading(self) -> Slot | None:
-        """The model that is being loaded."""
+        """The model that is being loaded, None if none is."""
         return self._loading
 
     def named(self, body: dict[str, Any]) -> Slot:
-        """Return the model that a request names, by default the first.
+        """Return the slot of the model that a request names in `model`, by default of the first model.
 
         Raises Refused: 503 before the models are listed, 404 for an unknown name, 400 for a value that is no text.
         """
@@ -113,18 +115,20 @@ class Models:
         return [*self.slots, *(alias for alias in self.aliases if alias != "*")]
 
     def offer_of(self, name: str) -> Offer:
-        """Return the model with one of `names`, under that name; if it is loaded, with the context of its load."""
+        """Return the `Offer` of a model under one of `names`; if it is loaded, with the context of the load."""
         slot = self.named({"model": name})
         context = slot.ready.info.positions if slot.ready else slot.offer.context
         return replace(slot.offer, name=name, context=context)
 
     async def take(self, slot: Slot, until: float) -> ModelInfo:
-        """Return a model's facts for requests, once it is loaded; the caller calls `give_back` afterwards.
+        """Return a model's facts for requests, once it is loaded; it stays loaded until the caller calls `give_back`.
 
-        Raises Refused if the model cannot be loaded, or not until `until` (of time.monotonic()), and QueueFull.
+        Raises Refused if the model cannot be loaded, if it is not loaded at `until` (of time.monotonic()), and if the
+        server ends before; QueueFull without room in the queue, or if the server is ending.
         """
         if slot.offer.needed > self.limit:
-            needs = f"needs {in_gb(slot.offer.needed)} GB, and --max-memory allows {in_gb(self.limit)} GB"
+            needs = f"needs {in_gb(slot.offer.needed)} GB, and the limit is {in_gb(self.limit)} GB (--max-memory, or "
+            needs += "what was available at the server's start)"
             raise Refused(f"model={slot.offer.name!r} {needs}; choose a smaller model", param="model")
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Failed | None] = loop.create_future()
@@ -149,7 +153,7 @@ class Models:
         return ready.info
 
     def _leave(self, ticket: Ticket) -> None:
-        """Take a request that no longer waits off the queue, or give its model back if it has it already."""
+        """Remove a request that no longer waits from the queue, or give its model back if it was granted already."""
         with self.lock:
             if ticket in self._tickets:
                 self._tickets.remove(ticket)
@@ -163,14 +167,17 @@ class Models:
         self.signal.set()
 
     def submit(self, engine: Engine, jobs: list[Job]) -> None:
-        """Queue all jobs of a request at their model's engine or none; raises QueueFull as `Engine.submit`."""
+        """Queue all jobs of a request at their model's engine, or none.
+
+        Raises QueueFull without room for all in the queue that all models share, or if the server is ending.
+        """
         with self.lock:
             if self._stopping is not None or self.queued + len(jobs) > self.limits.queued:
                 raise QueueFull
             engine.submit(jobs)
 
     def stop(self, grace: float) -> None:
-        """As `Engine.stop`."""
+        """Let the thread end, as `Engine.stop` does; requests that then still wait for a model fail (503)."""
         with self.lock:
             self._stopping = time.monotonic() + grace
         self.signal.set()
@@ -194,7 +201,7 @@ class Models:
                 slot.engine.close()
 
     def _list(self) -> None:
-        """List the models, and log those that are left out."""
+        """Set `slots` and `skipped`, and log the latter. Raises ValueError if no model can be served."""
         unused: Any = None
         offers, slots = self.find(), {}
         self.skipped = [offer for offer in offers if offer.problem]
@@ -245,7 +252,10 @@ class Models:
         return True
 
     def _grant(self) -> None:
-        """Grant loaded models to the requests that wait for them, and start the next load once there is room."""
+        """Grant loaded models to the requests that wait for them, except claimed ones (see `_make_room`).
+
+        Start the load for the first request of the others, if no load runs and there is room.
+        """
         with self.lock:
             target = next((ticket.slot for ticket in self._tickets if not ticket.slot.ready), None)
             if target is None:
@@ -258,7 +268,7 @@ class Models:
             threading.Thread(target=self._load, args=(target,), name=name, daemon=True).start()
 
     def _resolve(self, tickets: list[Ticket], failed: Failed | None) -> None:
-        """Take requests off the queue, with their model or with a failure; the lock must be held."""
+        """Remove requests from the queue: grant them their model, or send a failure. The caller holds the lock."""
         for ticket in tickets:
             self._tickets.remove(ticket)
             if failed is None:
@@ -269,9 +279,10 @@ class Models:
                 ticket.resolve(failed)
 
     def _make_room(self, target: Slot) -> bool:
-        """Unload models without requests, the least recently used first, until `target` fits; return whether it does.
+        """Unload models without requests, the least recently used first, until `target` fits.
 
-        If these do not suffice, claim models with requests, so that they are unloaded once their answers have ended.
+        Return True if it fits, or if no other model is loaded. If these models do not suffice, return False and claim
+        models with requests: they get no new requests, so that a later call unloads them.
         """
         if self._claimed and all(slot.is_busy for slot in self._ready):
             return False  # memory is measured again once a model can be unloaded
@@ -289,12 +300,12 @@ class Models:
         return False
 
     def _lacking(self, target: Slot) -> int:
-        """Return the bytes that a load needs in addition to those that are free, at most 0 if it fits."""
+        """Return the bytes that a load lacks within the limit and the memory available now; 0 or less if it fits."""
         lacking = target.offer.needed - (self.limit - mx.get_active_memory())
         return lacking if lacking > 0 else target.offer.needed - memory.available().bytes
 
     def _unload(self, slot: Slot) -> None:
-        """Unload a model unless a request uses it."""
+        """Unload a model, unless a request has been granted it or its engine has jobs."""
         with self.lock:
             if slot.is_busy:
                 return
@@ -319,7 +330,7 @@ class Models:
         self.signal.set()
 
     def _end_load(self) -> None:
-        """Take the result of the loading thread, if it has ended, and answer the requests that wait for the model."""
+        """If the load has ended, open its model or note its error; grant or fail the requests that wait for it."""
         if not self._loaded:
             return
         slot, found = self._loaded.pop()
@@ -336,10 +347,10 @@ class Models:
             self._resolve(waiting, None if isinstance(found, Ready) else found)
 
     def _idle(self) -> None:
-        """Unload models that have been idle long enough, else do a step of background work; without either wait.
+        """Unload models that have been idle for `idle_unload`, else do a step of background work, else wait.
 
-        Of several models the least recently used is also unloaded if they have grown beyond the limit. A model that a
-        request has been granted is not idle; `signal` ends the wait once the request returns the model.
+        While no load runs, the least recently used of several loaded models is also unloaded if MLX has allocated
+        more than the limit. A model that a request has been granted is not idle; `signal` ends the wait.
         """
         slots = sorted((slot for slot in self._ready if not slot.pins), key=lambda slot: slot.used)
         left = [slot.used + slot.engine.idle_unload - time.monotonic() for slot in slots]

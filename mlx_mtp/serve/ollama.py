@@ -1,4 +1,4 @@
-"""Serve Ollama's API for text: `POST /api/chat` and `/api/generate`, streamed as one JSON object per line."""
+"""Serve Ollama's API for text: `POST /api/chat` and `/api/generate`; a stream has one JSON object per line."""
 
 import json
 import time
@@ -23,7 +23,10 @@ from .tool_choice import openai_choice
 
 
 class OllamaRequest(ApiRequest):
-    """Base class of Ollama's two requests; without a prompt or messages they only load or unload the model."""
+    """Base class of Ollama's two requests, for one choice each, or none.
+
+    Without a prompt or messages a request has no choices: it loads the model, or with keep_alive 0 unloads it.
+    """
 
     api = "chat"  # of the fields that Ollama's are converted to
     media_type, waiting = "application/x-ndjson", ""
@@ -39,17 +42,23 @@ class OllamaRequest(ApiRequest):
         self._calls = 0
 
     def decode_requests(self, body: dict[str, Any], given: dict[str, Any], info: ModelInfo) -> list[DecodeRequest]:
-        """Return the request of the one choice, none if there is nothing to answer. given: the converted fields."""
+        """Return a list with the request of the one choice, [] if there is nothing to answer. Raises Refused.
+
+        body: in Ollama's form. given: what `as_openai` returns for the body.
+        """
         raise NotImplementedError
 
     def piece(self, part: Part) -> dict[str, Any]:
-        """Return the fields of a line with one part of the answer."""
+        """Return the fields that one part of the answer adds to a line of the stream."""
         raise NotImplementedError
 
     def chat_requests(
         self, info: ModelInfo, body: dict[str, Any], given: dict[str, Any], messages: list[dict[str, Any]]
     ) -> list[DecodeRequest]:
-        """Return the request of the one choice for a conversation in OpenAI's form."""
+        """Return a list with the request of the one choice for a conversation. Raises Refused, also for pictures.
+
+        body: in Ollama's form. given: what `as_openai` returns for the body. messages: in OpenAI's form.
+        """
         tools = functions_of(items(body, "tools"), self.warnings)
         return chat_decode_requests(
             info,
@@ -87,13 +96,13 @@ class OllamaRequest(ApiRequest):
         return self._body(self.answer(parts), done=True, **self._figures(end))
 
     def answer(self, parts: list[Part]) -> dict[str, Any]:
-        """Return the fields of a whole answer."""
+        """Return the fields that a whole answer adds to a response that is not streamed."""
         raise NotImplementedError
 
     def call(self, call: ToolCall) -> dict[str, Any]:
-        """Return the next tool call in Ollama's form; arguments that are no JSON object become {}.
+        """Return a tool call in Ollama's form, with the next index; arguments that are no JSON object become {}.
 
-        It has no id, which older clients refuse; a result names its tool.
+        The call has no id, because older clients refuse calls with one; a tool result names its tool instead.
         """
         index, self._calls = self._calls, self._calls + 1
         arguments = parsed(call.arguments)
@@ -108,9 +117,10 @@ class OllamaRequest(ApiRequest):
         return {"model": self.model, "created_at": now, **fields, **more}
 
     def _figures(self, end: End) -> dict[str, Any]:
-        """Return the reason of the end, token counts, and times in nanoseconds, of which the last three add up.
+        """Return the reason of the end, the numbers of tokens, and times in nanoseconds.
 
-        The time of the prompt lasts from the load's end to the first token, with the wait for a place.
+        total_duration, since the request's arrival, is the sum of the other three. prompt_eval_duration lasts from
+        the end of the wait for the model to the first token, so it includes the time in the queue.
         """
         total = time.monotonic() - self.begun
         first = end.first_token or total
@@ -150,7 +160,7 @@ class OllamaChat(OllamaRequest):
 
 
 class OllamaGenerate(OllamaRequest):
-    """A request of `/api/generate`: one prompt, with the chat template or, with `raw`, without."""
+    """A request of `/api/generate`: one prompt, rendered with the chat template unless `raw` is true."""
 
     def decode_requests(self, body: dict[str, Any], given: dict[str, Any], info: ModelInfo) -> list[DecodeRequest]:
         if not (prompt := text(body, "prompt")) and not body.get("images"):
@@ -174,7 +184,7 @@ class OllamaGenerate(OllamaRequest):
 
 
 def ollama_error(message: str) -> dict[str, str]:
-    """Return an error body in Ollama's form."""
+    """Return an error body in Ollama's form: {"error": message}."""
     return {"error": message}
 
 

@@ -27,9 +27,11 @@ KINDS = {"/9j/": "jpeg", "R0lGOD": "gif", "UklGR": "webp"}  # by the first lette
 
 
 def as_openai(body: dict[str, Any], warnings: list[str]) -> dict[str, Any]:
-    """Return a body of `/api/chat` or `/api/generate` with the fields of chat completions, without messages.
+    """Return fields of chat completions for a body of `/api/chat` or `/api/generate`.
 
-    warnings: appended to, for fields that are unknown. Raises Refused for fields that are not supported.
+    These are the model, the switch of reasoning, stream (by default true) and the options in SAMPLING, with unchecked
+    values; messages, prompt, tools and format are not converted. warnings: appended to, for unknown fields and
+    options. Raises Refused for a field in REFUSED that is not empty, and for `options` that is no object.
     """
     for name, reason in REFUSED.items():
         if body.get(name):
@@ -43,8 +45,11 @@ def as_openai(body: dict[str, Any], warnings: list[str]) -> dict[str, Any]:
 
 
 def most_predicted(body: dict[str, Any]) -> int | None:
-    """Return the maximum number of tokens in options.num_predict, None without it; -1 for -1 and -2, no limit."""
-    allowed = "an integer of 1 or more, or -1 for no limit"
+    """Return the maximum number of tokens, options.num_predict; None without it, -1 (no limit) for -1 and -2.
+
+    Raises Refused for another value that is no integer from 1 to LARGE - 1.
+    """
+    allowed = f"an integer from 1 to {LARGE - 1}, or -1 for no limit"
     fits = _is_count
     found = field_of(fields_of(body, "options"), "num_predict", allowed, fits)
     return -1 if found == -2 else found
@@ -55,9 +60,9 @@ def _is_count(value: Any) -> bool:
 
 
 def idle_seconds(body: dict[str, Any]) -> float | None:
-    """Return the seconds of `keep_alive`, None without it; infinite for a negative one. Raises Refused.
+    """Return the seconds of `keep_alive`; infinite if it is negative, None if it is missing, null or "".
 
-    They are a number, or a text such as "90", "5m" or "1h30m".
+    It is a number of seconds, or a text such as "90", "5m" or "1h30m". Raises Refused for any other value.
     """
     value = body.get("keep_alive")
     if value is None or value == "":
@@ -67,15 +72,15 @@ def idle_seconds(body: dict[str, Any]) -> float | None:
         size = sum(float(number) * UNITS[unit] for number, unit in pieces) if pieces else abs(float(value))
         value = -size if value.startswith("-") else size
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise Refused(f"keep_alive={repr(value)[:80]}: allowed are seconds, or a text like 5m", param="keep_alive")
+        raise Refused(f"keep_alive={repr(value)[:80]}: allowed are seconds, or a text such as 5m", param="keep_alive")
     return float("inf") if value < 0 else float(value)
 
 
 def chat_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of `/api/chat` in OpenAI's form, before the checks of `messages_of`. Raises Refused.
+    """Return the messages of `/api/chat` in OpenAI's form, as `messages_of` receives them. Raises Refused.
 
-    Calls get ids, and a result without an id that of the first call that has none yet, of its tool's name if it
-    states one.
+    Tool calls without an id get one. A tool result without an id gets that of the first call that has no result yet
+    in the latest message with calls; if the result names its tool, of the first call of this tool.
     """
     found: list[dict[str, Any]] = []
     pending: list[dict[str, Any]] = []
@@ -96,7 +101,11 @@ def chat_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _link(result: Message, name: str, pending: list[dict[str, Any]]) -> None:
-    """Add the name to a tool result, and the id of its call, which is removed from `pending`, unless it has one."""
+    """Add `name`, unless "", to a tool result and, if the result has no id, that of its call, if one is pending.
+
+    The call is the first of `pending` that has the result's id or, if the result has none, the name ("": any); it is
+    removed from `pending`.
+    """
     if name:
         result["name"] = name
     given = result.get("tool_call_id")
@@ -112,13 +121,19 @@ def _name(call: dict[str, Any]) -> Any:
 
 
 def generate_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of `/api/generate` in OpenAI's form: `system`, if there is one, and `prompt`."""
+    """Return the messages of `/api/generate` in OpenAI's form: `system`, unless it is empty, and `prompt`.
+
+    The user message of the prompt has the pictures in `images`. Raises Refused for fields of another type.
+    """
     system, content = text(body, "system"), _with_pictures(text(body, "prompt"), body)
     return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": content}]
 
 
 def _with_pictures(content: str, body: dict[str, Any]) -> Any:
-    """Return a content as OpenAI's list of parts with the pictures in `images`, or as it is without any."""
+    """Return a text, followed by the pictures in `images`, as OpenAI's list of parts; without pictures only the text.
+
+    Raises Refused if `images` is no list of texts.
+    """
     allowed = "a list of pictures in Base64"
     pictures = field_of(body, "images", allowed, lambda v: isinstance(v, list) and all(isinstance(p, str) for p in v))
     if not pictures:

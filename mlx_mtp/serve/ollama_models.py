@@ -21,12 +21,12 @@ TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json
 
 
 async def listed(request: Request) -> Response:
-    """List all models under each of their names."""
+    """Return {"models": an entry for each name of `Service.offers`}. Raises Refused (503) before they are known."""
     return JSONResponse({"models": [_tag(offer) for offer in request.app.state.service.offers()]})
 
 
 async def running(request: Request) -> Response:
-    """List the loaded models."""
+    """Return {"models": an entry for each loaded model, with the time at which it is unloaded if it stays idle}."""
     service: Service = request.app.state.service
     if models := service.models:
         slots = [slot for slot in [*models.slots.values()] if slot.ready]
@@ -39,12 +39,12 @@ async def running(request: Request) -> Response:
 
 
 async def version(request: Request) -> Response:
-    """Return the version of mlx_mtp."""
+    """Return {"version": that of mlx_mtp}."""
     return JSONResponse({"version": __version__})
 
 
 async def show(request: Request) -> Response:
-    """Describe a model without loading it. Raises Refused, 404 for an unknown name."""
+    """Return the facts about a model, without loading it. Raises Refused: 400 without a name, else as `offer_of`."""
     service: Service = request.app.state.service
     body = await read_body(request, service.rules.body)
     name = text(body, "model") or text(body, "name")
@@ -64,7 +64,10 @@ async def show(request: Request) -> Response:
 
 
 def _in_use(offer: Offer, idle_unload: float, used: float) -> dict[str, Any]:
-    """Return the fields of a loaded model. used: when a job last ran, of time.monotonic()."""
+    """Return the fields that only a loaded model has. used: time.monotonic() at which it was last in use.
+
+    idle_unload: seconds from then on after which it is unloaded.
+    """
     left = used + idle_unload - time.monotonic()
     expires = _utc(time.time() + left) if left < YEAR else "9999-12-31T23:59:59Z"
     return {"expires_at": expires, "size_vram": offer.size, "context_length": offer.context}
@@ -84,14 +87,17 @@ def _utc(seconds: float) -> str:
 
 
 def _details(offer: Offer) -> dict[str, Any]:
-    """Return a model's family and formats; the number of its parameters is not known from the packed weights."""
+    """Return a model's family and formats; parameter_size is "", as packed weights do not show it."""
     family = {"family": offer.family, "families": [offer.family] if offer.family else []}
     kind = "gguf" if offer.path.suffix == ".gguf" else "safetensors"
     return {"parent_model": "", "format": kind, **family, "parameter_size": "", "quantization_level": offer.stored}
 
 
 def _template(service: Service, offer: Offer) -> str:
-    """Return a model's chat template: the tokenizer's of the one model, the text of the files of one of several."""
+    """Return a text that contains a model's chat template; "" if none is found.
+
+    Of the one model: its tokenizer's template. Of one of several: the whole first file of TEMPLATES that it has.
+    """
     if service.models is None:
         found = getattr(service.ready().tokenizer, "chat_template", None)
         return found if isinstance(found, str) else ""

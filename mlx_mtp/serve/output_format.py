@@ -28,9 +28,10 @@ GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_grammar": "gra
 
 
 def output_of(api: str, body: dict[str, Any]) -> Output | None:
-    """Return the grammar that a request requires for its answer, with the field that does; None for free text.
+    """Return the grammar that a request's fields require of its answer, as an `Output`; None for free text.
 
-    Raises Refused, naming the field, for an unknown format, several formats, and a grammar that cannot be enforced.
+    api: "ollama", or one of `field_table.APIS`. Raises Refused, naming the field, for an unknown format, for more
+    than one field that requires a grammar, and for a grammar that cannot be enforced.
     """
     found = [*_formats(api, body), *_guided(body)]
     if len(found) > 1:
@@ -42,7 +43,10 @@ Wanted = tuple[str, str, Any, Any]  # field path, key of MADE, its value, white 
 
 
 def _formats(api: str, body: dict[str, Any]) -> list[Wanted]:
-    """Return what the API's own fields require, for messages two; [] for text. Raises Refused as `_format`."""
+    """Return what the API's own fields require, up to two for messages, else up to one; [] for free text.
+
+    Raises Refused as `_format` or, for "ollama", as `_ollama`.
+    """
     if api == "ollama":
         return _ollama(body)
     if api == "responses":
@@ -57,7 +61,10 @@ def _formats(api: str, body: dict[str, Any]) -> list[Wanted]:
 
 
 def _ollama(body: dict[str, Any]) -> list[Wanted]:
-    """Return what Ollama's `format` requires, which is "json" or a schema; [] for neither. Raises Refused."""
+    """Return [what Ollama's `format`, "json" or a JSON schema, requires]; [] if it is missing, null, "" or {}.
+
+    Raises Refused for any other value.
+    """
     given = field_of(body, "format", '"json" or a JSON schema', lambda v: v in ("", "json") or isinstance(v, dict))
     if not given:
         return []
@@ -66,15 +73,16 @@ def _ollama(body: dict[str, Any]) -> list[Wanted]:
 
 
 def _format(name: str, given: Any, *, flat: bool) -> Wanted | None:
-    """Return what an output format {"type": ..., ...}, or its type alone, requires; None for text, or no format.
+    """Return what an output format, {"type": ..., ...} or its type alone, requires; None for type text or no format.
 
-    name: path of its field. flat: its schema is its own member `schema`; otherwise, if it has an object as member
-    `json_schema`, that of this object. Raises Refused for another type, and without a schema.
+    name: path of the format's field. flat: its schema is its own member `schema`; otherwise, if it has an object as
+    member `json_schema`, the member `schema` of that object. Raises Refused for another type, for a schema that is
+    missing (json_object needs none) or null, and for a value that is neither object nor text.
     """
     param = name if name.startswith("text") else name.partition(".")[0]
     given = {"type": given} if isinstance(given, str) else given
     if not isinstance(given, dict | None):
-        raise Refused(f"{name}={repr(given)[:80]}: allowed is an object with a member `type`", param=param)
+        raise Refused(f"{name}={repr(given)[:80]}: allowed is an object with a member `type`, or a type", param=param)
     kind = (given or {}).get("type", "text")
     if kind == "text":
         return None
@@ -94,7 +102,8 @@ def _format(name: str, given: Any, *, flat: bool) -> Wanted | None:
 def _guided(body: dict[str, Any]) -> list[Wanted]:
     """Return what vLLM's fields require: `guided_*`, and the members of `structured_outputs`.
 
-    A null or false value requires nothing. Raises Refused for an unknown member, and for white space that is no text.
+    A null or false value requires nothing. Raises Refused for an unknown member of `structured_outputs`, unless its
+    value is null or false, and for a pattern of white space that is no text.
     """
     inner = fields_of(body, "structured_outputs")
     given = {f"structured_outputs.{key}": (key, value) for key, value in inner.items()}
@@ -114,9 +123,10 @@ def _guided(body: dict[str, Any]) -> list[Wanted]:
 
 
 def _output(name: str, key: str, value: Any, whitespace: Any) -> Output:
-    """Return the grammar of a field's value. name: the field's path. key: of MADE.
+    """Return the grammar of a field's value, cached in GRAMMARS. name: the field's path. key: of MADE.
 
-    Raises Refused, naming the field, for a value of another type, and one that `_made` refuses.
+    whitespace: as in `grammar.forms.json_schema`. Raises Refused, naming the field, for a value of another type than
+    `_allowed` returns, one that `_made` refuses, and as `compiled_within`.
     """
     param = "text.format" if name.startswith("text") else name.partition(".")[0]
     allowed, fits = _allowed(key, value)
@@ -136,7 +146,7 @@ def _output(name: str, key: str, value: Any, whitespace: Any) -> Output:
 
 
 def _made(key: str, value: Any, whitespace: Any) -> Grammar:
-    """Return the grammar of a field's value. Raises ValueError if it is too large, or cannot be enforced."""
+    """Return the grammar of a field's value. key: of MADE. ValueError if it is too large, or cannot be enforced."""
     if key in TEXT_KINDS:
         check_text(value)
     else:
@@ -145,7 +155,7 @@ def _made(key: str, value: Any, whitespace: Any) -> Grammar:
 
 
 def _allowed(key: str, value: Any) -> tuple[str, bool]:
-    """Return the allowed values of key `key` of MADE in words, and whether `value` is one (any is, for "json")."""
+    """Return (words for the allowed values of `key` of MADE, whether `value` is one); for "json" it always is."""
     if key == "choice":
         texts = isinstance(value, list) and all(isinstance(each, str) and each for each in value)
         return f"a list of 1 to {MAX_CHOICES} texts, none empty", texts and 0 < len(value) <= MAX_CHOICES

@@ -41,8 +41,8 @@ NEAR = 4  # allowed difference of a chunk's rows from plain steps, relative to t
 class Chunking(NamedTuple):
     """The rule that cuts tokens into chunks of `step` tokens, or fewer (at least `least`) that end with a turn.
 
-    ends: the tokens that end turns. A chunk ends before one of them, where a decoded answer ends as well, and before
-    and behind each picture, however short it is then.
+    ends: the tokens that end turns. A chunk ends before one of them, where a decoded answer ends as well. Before and
+    behind each picture a chunk ends, too, even with fewer than `least` tokens.
     """
 
     step: int

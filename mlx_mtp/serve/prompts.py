@@ -24,9 +24,10 @@ RESERVED = [re.escape(each) for each in (OPEN, CLOSE, PLACEHOLDER, r"\ufdd0", r"
 
 
 class Prompt(NamedTuple):
-    """A prompt's token ids, with those of its pictures.
+    """A prompt's token ids; rows of its pictures are negative. pictures: in the prompt's order.
 
-    turns: where the content of the first and the last user message starts, see `_turns`; () unless requested.
+    turns: indices in `tokens` at which the contents of the first and the last user message start, as `_turns` yields
+    them; () unless requested.
     """
 
     tokens: list[int]
@@ -37,7 +38,7 @@ class Prompt(NamedTuple):
 class Marks(NamedTuple):
     """Patterns of the added tokens that a user's text must not become: of all of them, and of the special ones.
 
-    picture: the token that the chat template writes for a picture; None if the model reads none.
+    picture: id of the token that the chat template writes for a picture; None if the model reads no pictures.
     """
 
     every: re.Pattern[str]
@@ -46,7 +47,7 @@ class Marks(NamedTuple):
 
 
 def marks_of(tokenizer: Any, picture: int | None = None) -> Marks:
-    """Return the patterns of a tokenizer's added tokens, for `encode_chat`. picture: as in `Marks`."""
+    """Return the `Marks` of a tokenizer, for `encode_chat`. picture: as in `Marks`."""
     added = [token for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if str(token).strip()]
     special = [token for token in added if getattr(token, "special", False)]
     every, own = (_any_of({*map(str, tokens), *tokenizer.all_special_tokens}) for tokens in (added, special))
@@ -96,7 +97,7 @@ class Chat(NamedTuple):
         return Rendered(form, messages, [], options, text, self._has_all(text, messages))
 
     def _has_all(self, text: str, messages: list[Message]) -> bool:
-        """Return whether a rendered text has the messages' system prompts, and a mark for each picture."""
+        """Return whether a rendered text has the contents of all system messages, and one mark for each picture."""
         if not all(_content(each) in text for each in messages if each["role"] == "system"):
             return False
         count = len(parts_with_pictures(messages))
@@ -114,7 +115,7 @@ def encode_chat(
     answers: bool = True,
     continues: bool = True,
 ) -> Prompt:
-    """Render a conversation with the chat template and encode it; special tokens in its messages stay plain text.
+    """Return a conversation, rendered with the chat template, as a `Prompt`; special tokens in messages stay text.
 
     options: variables of the template. turns: also return `Prompt.turns`. answers: end with the generation prompt.
     continues: with `answers`, a last message of the assistant is an unfinished answer; the prompt ends within it.
@@ -137,7 +138,7 @@ def encode_chat(
 def _encode_chat(chat: Chat, conversation: Conversation, options: dict[str, Any], *, turns: bool) -> Prompt:
     """Encode the first form of a conversation that the template renders whole, otherwise the first it renders.
 
-    Raises ValueError if it renders none.
+    Raises ValueError if it renders none, and unless it writes a mark for each picture.
     """
     error, found, marked = None, None, is_marked(conversation.messages)
     conversation = conversation._replace(messages=linked(conversation.messages, chat.traits))
@@ -210,7 +211,7 @@ def _escaped_message(message: Message, marks: Marks, traits: Traits) -> Message:
 def _content(message: Message) -> str:
     """Return a message's content without white space at its ends, which templates may drop.
 
-    Of a content with pictures, return the first text.
+    Of a content with pictures, return only the first text part, "" without one.
     """
     content = message.get("content") or ""
     if not isinstance(content, str):

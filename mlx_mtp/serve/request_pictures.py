@@ -19,10 +19,10 @@ DECODING = threading.BoundedSemaphore(2)  # pictures decoded at once: one of 50 
 
 
 class Source(NamedTuple):
-    """A picture as a client sent it, and the part of a message that it becomes.
+    """A picture as a client sent it, and `part`, the part of a message that it becomes.
 
-    number: of the picture in the request, from 1 on. data: base64, or a URL. field: of the request, for errors.
-    most: maximum pixels, to which a larger picture is shrunk; None: the tower's.
+    number: of the picture in the request, from 1 on. data: base64, or a URL if `is_url`. field: of the request, for
+    errors. most: maximum pixels, to which a larger picture is shrunk; None: those of the vision tower.
     """
 
     number: int
@@ -36,7 +36,7 @@ class Source(NamedTuple):
 class RequestPictures:
     """The pictures of one request: `add` collects them, then `open` or `count` completes their parts.
 
-    readable: whether the model reads pictures. Without `info` it reads none.
+    readable: whether pictures can be read: `info` is given and its model has a vision tower.
     """
 
     def __init__(self, info: ModelInfo | None = None):
@@ -44,10 +44,10 @@ class RequestPictures:
         self.readable = info is not None and info.vision is not None
 
     def add(self, given: dict[str, Any], field: str) -> dict[str, Any]:
-        """Return the part of a message for a picture of any API; its "picture" is set later, by `open` or `count`.
+        """Return {"type": "image"} for the part of a picture in any API; `open` or `count` adds "picture" to it.
 
         field: the request's field, for errors. Raises Refused for an invalid part, for more than MOST_PICTURES, and
-        if the model reads no pictures.
+        unless `readable`.
         """
         if not self.readable:
             why = self._info.blind if self._info else ""
@@ -55,16 +55,16 @@ class RequestPictures:
             raise Refused(f"{field}: {what}, but {NO_PICTURES}{why and ': '}{why}", param=field)
         number, part = len(self._sources) + 1, {"type": "image"}
         if number > MOST_PICTURES:
-            raise Refused(f"{field}: more than {MOST_PICTURES} pictures in a request", param=field)
+            raise Refused(f"{field}: more than {MOST_PICTURES} pictures in a request; send fewer", param=field)
         data, is_url, detail = _given(given, f"{field}: picture {number}", field)
         self._sources.append(Source(number, part, data, is_url, LOW if detail == "low" else None, field))
         return part
 
     def open(self) -> None:
-        """Decode all pictures; set "picture" in each part to the `Picture` of the model's vision tower.
+        """Read and decode all pictures; set "picture" in each part to the `Picture` of the model's vision tower.
 
-        Raises Refused for a picture that cannot be read, before any is decoded if a header shows it, and if the rows
-        of all are more than the model's positions.
+        Raises Refused for a picture that cannot be read, before any is decoded if its header shows this, and unless
+        the pictures have fewer rows together than the model has positions.
         """
         if not self._sources:
             return
@@ -80,7 +80,10 @@ class RequestPictures:
                 source.part["picture"] = self._info.vision.picture(image, most=source.most)
 
     def count(self) -> None:
-        """Set "picture" in each part to a `Picture` of the right number of rows, from the file's header alone."""
+        """Set "picture" in each part to a `Picture` without digest, with the number of rows that the header shows.
+
+        Files are fetched but not decoded. Raises Refused for a file that cannot be fetched or has no valid header.
+        """
         for source, file in self._files():
             source.part["picture"] = self._counted(source, file)
 
@@ -89,7 +92,7 @@ class RequestPictures:
         return [(source, self._file(source, until)) for source in self._sources]
 
     def _file(self, source: Source, until: float) -> bytes:
-        """Return the bytes of an encoded picture. until: the time by which a URL must have been fetched."""
+        """Return the bytes of a picture's file. until: time.monotonic() at which a fetch ends. Raises Refused."""
         with _refusing(source):
             if not source.is_url:
                 return from_base64(source.data)
@@ -99,7 +102,7 @@ class RequestPictures:
             return from_data_url(source.data)
 
     def _counted(self, source: Source, file: bytes) -> Picture:
-        """Return a `Picture` without a digest, which has the number of rows of an encoded picture."""
+        """Return a `Picture` without digest, of the size that a picture's file states. Raises Refused."""
         assert self._info
         with _refusing(source):
             height, width = image_size(file)
@@ -109,7 +112,7 @@ class RequestPictures:
 
 @contextmanager
 def _refusing(source: Source) -> Iterator[None]:
-    """Raise Refused, which names the picture's number, for a ValueError."""
+    """Raise Refused, with the picture's number in the message, for a ValueError of the block."""
     try:
         yield
     except ValueError as e:
@@ -118,9 +121,9 @@ def _refusing(source: Source) -> Iterator[None]:
 
 
 def _given(given: dict[str, Any], where: str, field: str) -> tuple[str, bool, str | None]:
-    """Return a picture's base64 data or URL, whether it is a URL, and its detail, from a part of any API.
+    """Return (base64 data or URL of a picture, whether it is a URL, its detail or None), from a part of any API.
 
-    where: names field and picture in errors. Raises Refused.
+    where: names field and picture in errors. Raises Refused for an invalid part.
     """
     source = fields_of(given, "source") if given.get("type") == "image" else {}
     if given.get("file_id") or source.get("type") == "file" or source.get("file_id"):

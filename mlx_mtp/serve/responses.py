@@ -191,7 +191,7 @@ def _check_include(given: Any) -> None:
 def _messages(body: dict[str, Any], warnings: list[str], pictures: RequestPictures = NO_PICTURES) -> list[Message]:
     """Return `instructions` and `input`, a text or items, as messages of chat completions. Raises Refused.
 
-    Adjacent messages of the assistant are merged. warnings: appended to. pictures: collects those of the messages.
+    Adjacent messages of the assistant are merged. warnings: appended to. pictures: as in `messages_of`.
     """
     instructions, given = text(body, "instructions"), body.get("input")
     found: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []

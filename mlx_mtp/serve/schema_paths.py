@@ -12,7 +12,10 @@ VALUES = ("const", "enum", "default", "examples")  # JSON values, not schemas
 
 
 def keywords(schema: Any) -> Iterator[tuple[str, str, Any]]:
-    """Yield the path (".properties.a.type"), name and value of each keyword of a schema and of the schemas in it."""
+    """Yield (path, name, value) of each keyword of a schema and of the schemas in it, a schema's own keywords first.
+
+    path: such as ".properties.a.type" or ".anyOf.0.type".
+    """
     pending: list[tuple[str, Any]] = [("", schema)]
     while pending:
         path, each = pending.pop()
@@ -29,8 +32,9 @@ def keywords(schema: Any) -> Iterator[tuple[str, str, Any]]:
 def path_in(schema: Any, message: str) -> str:
     """Return the path, with a dot before it, of the keyword that a message probably refers to; "" if none is found.
 
-    That is the first whose value, of more than three characters, appears in the message, else the first whose name is
-    a word of it. Names in COMMON count only as its first word or in quotes.
+    That is the first keyword whose value, a text or integer of more than three characters, appears in the message,
+    else the first whose name is a word of the message. Values of TEXTS and those in TYPES do not count; names in
+    COMMON count only as the message's first word or in quotes.
     """
     (first, *words), named = re.findall(r"[\w$]+", message) or [""], ""
     words = {*words} - {*COMMON} | {first, *re.findall(r"[\"'](\w+)[\"']", message)}

@@ -62,8 +62,8 @@ class Settings:
     cache_bytes: maximum of the prefix cache in memory; 0: no prefix cache. cache_files: its files; None: none.
     timeout:  seconds of a request. grace: seconds that responses may take to finish at the end.
     fetch:    "host" or "host:port" from which pictures of requests may be fetched.
-    features: maximum bytes of pictures' features that are kept; None: the default.
-    max_memory: with several models, maximum bytes allocated after a load; None: what is available at the start.
+    features: maximum bytes of pictures' features that are stored in memory; None: the vision tower's default.
+    max_memory: with several models, maximum bytes that MLX has allocated after a load; None: as in `Models`.
     """
 
     names: tuple[str, ...]
@@ -143,14 +143,20 @@ def models_of(
     settings: Settings,
     ready: Callable[[], None] = lambda: None,
 ) -> Models:
-    """Return the models of a server, as `serve_several` describes them; the first has the settings' names, too."""
+    """Return the `Models` of a server, from arguments as of `serve_several`; its thread is not started.
+
+    The first model has the settings' names in addition to its own. ready: called once the models are listed.
+    """
     more: Any = {"limits": settings.limits, "ready": ready, "store": _store, "most": settings.max_memory}
     opens = partial(_opened_offer, load, settings)
     return Models(find, opens, aliases=settings.names, **more)
 
 
 def _opened_offer(load: Callable[[Offer], Loaded], settings: Settings, offer: Offer) -> Ready:
-    """Load one of several models. Its names are its own and the settings'; its prefix files have their own state."""
+    """Load one of several models and return it; its facts have its own name, then the settings' names.
+
+    Its prefix files are in the settings' directory, with the same limit, in an object of their own.
+    """
     files = settings.cache_files and PrefixFiles(settings.cache_files.directory, settings.cache_files.limit)
     own = replace(settings, names=(offer.name, *settings.names), cache_files=files)
     loaded = load(offer)
@@ -232,7 +238,10 @@ def opened(loaded: Loaded, settings: Settings, service: Service) -> Served:
 
 
 def described(loaded: Loaded, served: Served, settings: Settings) -> ModelInfo:
-    """Return the facts about a loaded model for requests; its vocabulary for grammars is made."""
+    """Return the facts about a loaded model for requests.
+
+    Also makes the tokenizer's vocabulary for grammars, and sets the limit of the vision tower's stored features.
+    """
     model, tokenizer, advised, _ = loaded
     with dropped("grammars cannot be used"), contextlib.suppress(ValueError):  # requests state the reason
         vocabulary_of(tokenizer, model.vocab_size)  # at the load, because it holds Python's lock

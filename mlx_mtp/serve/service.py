@@ -22,9 +22,10 @@ T = TypeVar("T")
 
 @dataclass
 class Service:
-    """The state that all routes share. timeout: seconds of a request.
+    """The state that all routes share. timeout: maximum seconds of a request.
 
-    engine: of the one model, or of several. info: of the one model, None until it is first loaded; of several None.
+    engine: the `Engine` of the one model, or the `Models` of several. info: facts about the one model, None until its
+    first load; of several models always None.
     """
 
     engine: Engine | Models
@@ -35,21 +36,23 @@ class Service:
 
     @property
     def models(self) -> Models | None:
-        """The models of a server for several; None for a server of one model."""
+        """The `Models` of a server of several models; None on a server of one model."""
         return self.engine if isinstance(self.engine, Models) else None
 
     def ready(self) -> ModelInfo:
-        """Return the one model's facts; raises Refused (503) before its first load or after a failure."""
+        """Return the facts about the one model; Refused (503) before its first load, or if its engine has failed."""
         if self.info is None or self.engine.state == "failed":
             raise Refused("the model is still loading, or has failed; repeat the request later", status=503)
         return self.info
 
     @contextlib.asynccontextmanager
     async def model_of(self, body: dict[str, Any], request: Request) -> AsyncIterator[tuple[ModelInfo, Engine]]:
-        """Yield the facts and the engine of the model that a request names, which stays loaded within the block.
+        """Yield (facts, engine) of the model for a request.
 
-        With several models the block begins once the model is loaded. Raises Refused for an unknown or unusable one,
-        QueueFull without room in the queue, and ClientDisconnect if the client disconnects before.
+        On a server of one model: that model, whatever name is in `body`; raises Refused as `ready`. With several: the
+        model that `body` names, which is loaded first and stays loaded within the block; raises Refused for an
+        unknown model or one that cannot be loaded, QueueFull without room in the queue, and ClientDisconnect if the
+        client disconnects before the load ends.
         """
         if not isinstance(self.engine, Models):
             yield self.ready(), self.engine
@@ -62,16 +65,17 @@ class Service:
             models.give_back(slot)
 
     def submit(self, engine: Engine, jobs: list[Job]) -> None:
-        """Queue all jobs of a request at an engine, or none. Raises QueueFull as `Engine.submit`."""
+        """Queue all jobs of a request at its model's engine, or none; raises QueueFull as `Engine.submit`."""
         if isinstance(self.engine, Models):
             self.engine.submit(engine, jobs)
         else:
             engine.submit(jobs)
 
     def offers(self) -> list[Offer]:
-        """Return the models under each of their names, those of one model with its adapters too.
+        """Return an `Offer` for each name that requests may use, except "*".
 
-        Raises Refused (503) before they are known.
+        Of one model these are `ModelInfo.listed`, of several `Models.names`. Raises Refused (503) before the first
+        load of one model, and before several are listed.
         """
         models = self.models
         if models is None:

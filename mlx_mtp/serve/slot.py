@@ -12,7 +12,7 @@ from .job import Failed, Served
 
 
 class Ready(NamedTuple):
-    """A loaded model: what its engine runs, the facts for requests, and its Metal buffers."""
+    """A loaded model: what its engine runs, its facts for requests, and the numbers of its Metal buffers."""
 
     served: Served
     info: ModelInfo
@@ -21,11 +21,12 @@ class Ready(NamedTuple):
 
 @dataclass(eq=False)
 class Slot:
-    """One of several models. engine: runs its jobs while it is loaded. ready: None while it is not.
+    """One of several models. offer: its facts and name. engine: runs its jobs while it is loaded.
 
-    pins: number of requests that were granted the model and have not queued their jobs yet. used: last time at which
-    it was in use, of time.monotonic(). progress: of its load, as (stage, units done, their total). error: of its last
-    load, else "". loads: number of completed loads.
+    ready: None while it is not loaded. pins: number of requests that were granted the model and have not queued their
+    jobs yet. used: time.monotonic() at which it was last in use. progress: (stage, units done, their total) of the
+    load that runs, None before its first report. error: why its last load failed, else "". loads: number of completed
+    loads.
     """
 
     offer: Offer
@@ -46,20 +47,20 @@ class Slot:
         return bool(self.pins) or self.engine.is_busy
 
     def show(self, stage: str, done: int, total: int) -> None:
-        """Set `progress`; a `watcher` of the load."""
+        """Set `progress`; called during the load, as `watcher` of `machine.progress`."""
         self.progress = stage, done, total
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights and the prefix cache, 0 while it is not loaded."""
+        """Bytes of the weights and of the prefix cache in memory, 0 while the model is not loaded."""
         return self.offer.size + self.ready.served.tree.nbytes if self.ready else 0
 
 
 @dataclass(eq=False)
 class Ticket:
-    """A request that waits for a model. resolve: called with None once it has the model, or with a failure.
+    """A request that waits for the model of `slot`. resolve: called once, with None at the grant or with a failure.
 
-    granted: it has the model, so that it counts among the slot's pins.
+    granted: the request was granted the model, and counts among the slot's pins.
     """
 
     slot: Slot

@@ -16,8 +16,8 @@ from .grammar_limits import compiled_within
 class Output(NamedTuple):
     """A grammar that an answer must match. field: path of the request field that requires it, for messages.
 
-    param:  the field's name, for the `param` of an error response.
-    gate:   where the grammar applies within the content; `constraint_of` adds reasoning and the like before it.
+    param:  name of the request field, for the `param` of an error response.
+    gate:   where the grammar applies within the content; `constraint_of` adds what may precede it, such as reasoning.
     calls:  the grammar describes tool calls, not the content.
     """
 
@@ -33,9 +33,9 @@ def constraint_of(
 ) -> Constraint:
     """Return the compiled grammar of the answer to a prompt. Raises Refused if it cannot be enforced.
 
-    prompt: token ids, which show whether the answer begins within reasoning; read for a chat and calls only.
-    begun: the message of the assistant that the prompt ends with and the answer continues. chat: the answer is split
-    into reasoning and content.
+    prompt: token ids, which show whether the answer begins within reasoning; used only with `chat` or for calls.
+    begun: the message of the assistant with which the prompt ends, and which the answer continues; None: there is
+    none. chat: the answer is split into reasoning and content.
     """
     gate, how = output.gate, (output.grammar, info.tokenizer, info.vocab_size)
     if output.calls:
@@ -57,9 +57,9 @@ def constraint_of(
 
 
 def _gate(info: ModelInfo, gate: Gate, prompt: Sequence[int], begun: Message | None) -> Gate:
-    """Return a gate of the content as one of the whole answer, which may begin with reasoning or other frames.
+    """Convert a gate of the content to one of the whole answer, which may begin with reasoning or other frames.
 
-    begun: the assistant's message that the answer continues; the grammar then describes both together.
+    prompt, begun: as in `constraint_of`; the grammar describes the content of `begun` and of the answer together.
     """
     tokenizer = info.tokenizer
     begun = begun_answer([begun], tokenizer) if begun else {}
@@ -80,7 +80,7 @@ def _gate(info: ModelInfo, gate: Gate, prompt: Sequence[int], begun: Message | N
 
 
 def _call_gate(info: ModelInfo, gate: Gate, prompt: Sequence[int]) -> Gate:
-    """Return a gate of tool calls as one of the whole answer, which may begin with reasoning."""
+    """Convert a gate of tool calls to one of the whole answer, which may begin with reasoning or its rest."""
     tokenizer = info.tokenizer
     if not tokenizer.has_thinking:
         return gate
@@ -92,7 +92,7 @@ def _call_gate(info: ModelInfo, gate: Gate, prompt: Sequence[int]) -> Gate:
 
 
 def as_json(constraint: Constraint | None) -> Any:
-    """Return what `from_json` needs to compile a constraint on another rank: a list for JSON; None for None."""
+    """Return a list, which JSON can express, from which `from_json` makes the same constraint; None for None."""
     made = constraint.grammar if constraint else None
     return constraint and made and [made.text, made.name, made.styles, constraint.gate]
 

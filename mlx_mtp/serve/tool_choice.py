@@ -41,7 +41,7 @@ def openai_choice(body: dict[str, Any], tools: list[dict[str, Any]], strict: Ite
     """Return the choice in a body of OpenAI's APIs. tools: the offered functions, in the form of chat completions.
 
     strict: names of strict tools. Raises Refused for a function without a name, an unknown tool_choice, a tool in it
-    that is not offered, and a forced call without tools.
+    that is not offered, a forced call without tools, and parallel_tool_calls that is neither true nor false.
     """
     for tool in tools:
         if not isinstance(function := tool.get("function"), dict) or not text(function, "name"):
@@ -69,8 +69,8 @@ def openai_choice(body: dict[str, Any], tools: list[dict[str, Any]], strict: Ite
 def anthropic_choice(body: dict[str, Any], tools: list[dict[str, Any]], strict: Iterable[str]) -> ToolChoice:
     """Return the choice in a body of Anthropic's API. tools: in the form of OpenAI's chat completions.
 
-    strict: names of strict tools. Raises Refused for an unknown tool_choice, a tool in it that is not offered, and a
-    forced call without tools.
+    strict: names of strict tools. Raises Refused for an unknown tool_choice, a tool in it that is not offered, a
+    forced call without tools, and disable_parallel_tool_use that is neither true nor false.
     """
     given = body.get("tool_choice") or {"type": "auto"}
     kind = given.get("type") if isinstance(given, dict) else None
@@ -109,8 +109,8 @@ def call_output(info: ModelInfo, choice: ToolChoice, output: Output | None, warn
 
     A forced call: the grammar of calls alone. Else, with `output`: that of content or, instead, calls; calls are free
     if no tool is strict and they begin with a fixed mark, and also in a model's frames (`_free_calls`). Else, with
-    strict tools: the grammar of calls, from where the answer begins one. Without tools that may be called: `output`.
-    warnings: appended to. Raises Refused for a schema that cannot be honoured.
+    strict tools: the grammar of calls, from where the answer begins one. Without tools that may be called, or if the
+    format of calls is unknown: `output`. warnings: appended to. Raises Refused if a grammar of calls cannot be made.
     """
     allowed, format = choice.allowed, info.tool_format
     if not allowed or format is None:
@@ -139,10 +139,10 @@ def call_output(info: ModelInfo, choice: ToolChoice, output: Output | None, warn
 
 
 def _free_calls(info: ModelInfo, content: Output, mark: str | None, strict: list[str], warnings: list[str]) -> Output:
-    """Return the grammar of content; instead, the answer may be calls in any text. mark: with which they begin.
+    """Return `content` with a gate: its grammar, or instead tool calls, whose text is free.
 
-    With frames a call is not in the frame of content, so the answer may end without content; strict tools get a
-    warning.
+    mark: the text with which calls begin; None: none is fixed. If the model writes frames, a call is not in the frame
+    of content, so the answer may end without content. strict: names of strict tools, which get one warning.
     """
     if strict:
         what = f"strict has no effect on tools with {content.field}"

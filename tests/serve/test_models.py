@@ -279,7 +279,7 @@ def test_a_failed_load_leaves_no_memory_in_use(world):
 
 def test_a_model_that_does_not_fit_alone_is_refused_before_a_load(world):
     models = world.models("a", find=lambda: [Offer("a", needed=5 * SIZE), Offer("b", needed=SIZE)])
-    with pytest.raises(Refused, match=r"needs 0\.021 GB, and --max-memory allows") as error:
+    with pytest.raises(Refused, match=r"needs 0\.021 GB, and the limit is") as error:
         run(ask(models, "a"))
     assert (error.value.status, world.loads) == (400, [])
     assert run(ask(models, "b")) == "b"

@@ -112,7 +112,7 @@ REFUSED = {
     "a format": ({"format": "yaml"}, "format='yaml'", None),
     "a schema": ({"format": {"type": "object", "properties": {"a": {"not": {}}}}}, "format.properties.a", None),
     "a duration": ({"keep_alive": "5 minutes"}, "keep_alive='5 minutes'", None),
-    "a picture": ({"images": ["iVBORw0KGgo="]}, "no pictures", None),
+    "a picture": ({"images": ["iVBORw0KGgo="]}, "pictures are not read", None),
     "no message": ({"messages": "hi"}, "messages='hi'", None),
     "a role": ({"messages": [{"role": "robot", "content": ""}]}, "role 'robot'", None),
 }

@@ -18,7 +18,7 @@ from mlx_mtp.serve.responses import ResponsesRequest
 
 APIS = {"chat": ChatRequest, "messages": MessagesRequest, "responses": ResponsesRequest}
 SIDE = 8  # pixels of a row
-SEEN = "this server reads text only"
+SEEN = "pictures are not read here"
 
 
 class Eyes:

@@ -72,13 +72,16 @@ class Branch(NamedTuple):
 def branches(schema: Any, root: Schema, depth: int = 8) -> Iterator[Branch]:
     """Yield the alternatives of a schema, each of one type. root: where its `$ref` are resolved.
 
-    Of oneOf: as of anyOf, since `call_grammar` refuses one whose schemas could accept the same value.
-    Raises ValueError, when it gets there, for a schema that cannot be split, and for an unsupported keyword.
-    depth: maximum levels of anyOf, oneOf and allOf.
+    oneOf is split as anyOf is, since `call_grammar` refuses one whose schemas could accept the same value.
+    Raises ValueError, after the alternatives before, for a schema that cannot be split and an unsupported keyword.
+    depth: 1 + the maximum number of nested anyOf, oneOf and allOf.
     """
     schema = {} if schema is True else target_of(schema, root)
     if not isinstance(schema, dict) or not depth:
-        raise ValueError("a schema is false, nests anyOf too deeply, or has an invalid or long chain of $ref")
+        raise ValueError(
+            "a schema is no object, nests anyOf, oneOf and allOf more than 7 times, "
+            "or has an invalid or long chain of $ref"
+        )
     keys = set(schema) - ANNOTATIONS
     for choice in ("anyOf", "oneOf", "allOf"):
         if choice not in keys:
@@ -99,7 +102,9 @@ def branches(schema: Any, root: Schema, depth: int = 8) -> Iterator[Branch]:
 def _typed(schema: Schema, keys: set[str]) -> Iterator[Branch]:
     """Yield the branches of a schema without anyOf, oneOf and allOf: one per type, or per value of const or enum.
 
-    keys: its keywords without annotations. Raises ValueError for an unsupported one.
+    A value that does not fit `type` is left out. Without type, const and enum there is one branch of each JSON type,
+    with integer as a part of number. keys: the schema's keywords without annotations. Raises ValueError, after values
+    of const or enum, for an unsupported keyword.
     """
     named = schema.get("type", [])
     types = [named] if isinstance(named, str) else list(named)
@@ -152,7 +157,7 @@ class Document:
         self.root, self._definition = root, rerooted(root)
 
     def within(self, schema: Any) -> Schema:
-        """Return a part of the document as a schema of its own, with the document in `$defs` if it has a `$ref`."""
+        """Return a part of the document as a schema of its own, with the document in `$defs` if it needs that."""
         schema = {} if schema is True else rerooted(schema)
         if "$ref" not in json.dumps(schema):
             return schema

@@ -40,7 +40,7 @@ def call_grammar(tokenizer: Any, format: CallFormat, offer: Offer) -> Grammar:
     """Return the grammar of a text of tool calls, as the model's chat template writes them.
 
     The text is the whole answer if a call is forced; otherwise it follows the text of `call_mark` in an answer.
-    Raises ValueError if no layout is known, and, with the tool's name, for a schema that cannot be honoured.
+    Raises ValueError if no layout is known, and, with the tool's name, for a strict schema that cannot be honoured.
     """
     layouts = layouts_of(tokenizer, format)
     special, ends = special_tokens(tokenizer), {*tokenizer.eos_token_ids}

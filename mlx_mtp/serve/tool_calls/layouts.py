@@ -26,8 +26,8 @@ FIRST = (NAME, ARGUMENTS)
 class Parameter(NamedTuple):
     """The text around an argument of `TaggedCalls`: `before`, its key, `after`, its value, `close`.
 
-    {key} in `close` stands for the key, {type} in `after` for the value's type as the template writes it. types: that
-    of a string, "" if no type is written, and that of other values, "" if it is the value's JSON type.
+    {key} in `close` stands for the key, {type} in `after` for the value's type as the template writes it. types: the
+    type of a string, "" if the template writes no types; and that of other values, "" for each value's JSON type.
     """
 
     before: str
@@ -194,7 +194,8 @@ def _tagged_region(text: str, at: int, format: TaggedCalls, first: int, second: 
 def _empty(layout: Layout, text: str | None) -> str | None:
     """Return the `empty` of a layout, from a rendered call without arguments; None if it writes `head`, too.
 
-    text: the rendered call, or None. The result is None also for formats without tags, and another end of the call.
+    text: the rendered call, or None. The result is None also for a format without tags, without a rendered call, and
+    if the call does not end with the layout's `end`.
     """
     if not text or layout.parameter is None or not text.endswith(layout.end):
         return None

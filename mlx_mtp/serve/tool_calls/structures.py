@@ -243,7 +243,10 @@ def check_key(key: str, allowed: str) -> None:
 
 
 def repeated(item: str, separator: str, least: int, most: int | None) -> str:
-    """Return the body of `least` to `most` items (None: any number) with separators; "" if `most` allows none."""
+    """Return the body of `least` to `most` items (None: any number) with separators between them.
+
+    It is "" if `most` is 0 or less than `least`.
+    """
     if most is not None and most < max(least, 1):
         return ""
     further = f"({separator} {item})" + _times(max(least - 1, 0), None if most is None else most - 1)
@@ -257,7 +260,8 @@ def _times(least: int, most: int | None) -> str:
 def sequence(rules: Rules, members: list[tuple[str, bool]], separator: str, free: str = "") -> str:
     """Return the body of members (body, required) in this order; those that are not required may be missing.
 
-    free: with a separator, the body of any number of members after them; "" for none.
+    separator: between members; "" for none. free: body of further members, any number of which may follow; "" for
+    none. It is ignored without a separator.
     """
     if not separator:
         return " ".join(body if required else f"({body})?" for body, required in members)
