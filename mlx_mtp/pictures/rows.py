@@ -91,7 +91,7 @@ Places = tuple[Place, ...]
 def places_in(tokens: Sequence[int]) -> Places:
     """Return the places of the pictures in a sequence of tokens, in order; the last picture may be cut at its end.
 
-    Raises ValueError for negative tokens that are not those of a whole picture.
+    Raises ValueError for other negative tokens, and a picture that is cut before the end of the sequence.
     """
     if min(tokens, default=0) >= 0:
         return ()

@@ -185,8 +185,8 @@ def _both(recording: Recording) -> bool:
 def _workshop(work: _Work) -> making.Workshop:
     """Return a new `Workshop` for the settings, which puts the heads to train into the model.
 
-    A new head drafts settings.draft_vocab tokens: those fixed by `most_frequent`, and those that the target chose most
-    often in the recording.
+    A new head drafts settings.draft_vocab tokens: those fixed by `most_frequent`, and those that the target chose
+    most often in the recording.
     """
     settings, model, dtype = work.settings, work.model, DTYPES[work.settings.dtype]
     if not settings.new:
