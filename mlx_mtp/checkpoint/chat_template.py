@@ -114,6 +114,7 @@ def stable_tokens(prefix: PromptPrefix, tokenizer: Any, vision: Any = None) -> l
     """Return the first tokens of a saved prompt, as far as no text that follows is expected to change them.
 
     They are the same in `prompt_tokens` with each of PROBES as the text, and for the prompt without its last runs.
+    vision: as in `prompt_tokens`.
     """
     tokens = prompt_tokens(prefix, tokenizer, "", vision)
     shortened = replace(prefix, prompt=LAST_RUNS.sub("", prefix.prompt))

@@ -70,8 +70,8 @@ def memory_of(workshop: Workshop, rows: int, length: int, *, checkpoint: bool) -
 def fit(workshop: Workshop, rows: int | None, length: int) -> tuple[int, bool]:
     """Return (rows of a batch, whether to checkpoint) whose `memory_of` is at most ROOM of the available memory.
 
-    rows: the user's number, which is returned unchanged; None chooses the most of 8, 4, 2 and 1 that fit, without
-    checkpointing where possible. ValueError if nothing fits.
+    rows: the user's number, which is returned unchanged; None chooses the most of 8, 4, 2 and 1 that fit.
+    Checkpointing is chosen if that number does not fit without. ValueError if nothing fits.
     """
     room = int(ROOM * available().bytes)
     for tried in (rows,) if rows else (8, 4, 2, 1):

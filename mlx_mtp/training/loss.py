@@ -25,11 +25,12 @@ def chain_loss(
     """Return (the loss, a scalar; by depth, [2, depths], the share of right drafts and the mean loss in nats).
 
     A draft is right if it is the target's most likely token. The loss is the mean over depths of the mean `imitation`
-    loss, with weights LATER ** depth; a mean over no positions is 0. heads: module whose list `mtp` contains the
-    heads of `model.mtp`; it is not used. batch: the fields of `Batch`. teacher: the target's LM head over the tokens
-    that are drafted. ranks: int32 [V], each token's index in the heads' LM head, -1 for tokens that are not drafted:
-    positions where the target chooses such a token have no loss, and count as wrong. depths: drafts of a cycle.
-    checkpoint: as in `chain`. noise: `share` of `noisy`.
+    loss, with weights LATER ** depth; a mean over no positions is 0. Positions that are not `counted`, and those
+    whose draft depends on another document, are left out. heads: module whose list `mtp` contains the heads of
+    `model.mtp`; it is not used. batch: the fields of `Batch`. teacher: the target's LM head over the tokens that are
+    drafted. ranks: int32 [V], each token's index in the heads' LM head, -1 for tokens that are not drafted: positions
+    where the target chooses such a token have no loss, and count as wrong. depths: drafts of a cycle. checkpoint: as
+    in `chain`. noise: `share` of `noisy`.
     """
     del heads  # its parameters are those of model.mtp
     given = Batch(*batch)

@@ -46,8 +46,8 @@ def measure(model: Any, recording: Recording, documents: Sequence[Document], dep
     """Return the acceptance of `model.mtp` at the positions of the documents' answers.
 
     Target and heads read the tokens of the documents, also where the target's choice or a draft was another token.
-    depths: drafts of a cycle; positions without that many recorded tokens after them are left out. ValueError if no
-    position is measured.
+    depths: drafts of a cycle; a document's last positions, which lack recorded choices for all drafts, are left out.
+    ValueError if no position is measured.
     """
     counts = np.concatenate([counts_of(model, recording, document, depths) for document in documents])
     if not counts[:, 0].sum():

@@ -39,8 +39,8 @@ class Recording:
     """The recorded documents of one target in the directory `path`, which is created if it is missing.
 
     about: JSON facts on target and text. width: values in a hidden row, stored as float16. documents: the complete
-    ones. ValueError for a damaged recording, one with other facts or another width, and a directory that contains
-    other files.
+    ones. ValueError for a damaged recording, one with other facts or another width, and a directory that has files
+    and is no recording.
     """
 
     def __init__(self, path: Path, about: dict[str, Any], width: int):

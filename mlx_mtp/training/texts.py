@@ -38,7 +38,7 @@ def given_texts(given: Iterable[Given], tokenizer: Any) -> Iterator[Text]:
     """Yield a Text for each string, list of token ids and list of messages, and those of each Path, by `read_file`.
 
     Strings and token ids are texts without a prompt; messages are a prompt, with its answer if the assistant's is the
-    last one. ValueError as `read_file`, and for messages that the chat template refuses.
+    last one. ValueError as `read_file`, and for messages that are malformed or that the chat template refuses.
     """
     for number, each in enumerate(given, start=1):
         if isinstance(each, Path):

@@ -21,7 +21,7 @@ from .measure import Acceptance, measure
 from .optimize import STREAMS, Trainer, trapezoid
 from .recording import Recording
 
-MEASURES = 8  # of the held-out acceptance during a training
+MEASURES = 8  # least number of measurements of the held-out acceptance in a training
 SAVE_SECONDS = 60.0
 NOISE = 0.1  # of the rows that the first head reads, against overfitting
 STATE = "training.safetensors"
@@ -62,9 +62,10 @@ def train(
     folder: Path,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> tuple[Best | None, bool]:
-    """Train the heads of `workshop`; return (the best of MEASURES measurements, whether all steps were done).
+    """Train the heads of `workshop`; return (the best of those measured, whether all steps were done).
 
-    The former is None if Ctrl-C arrived before the first measurement. Ctrl-C ends the training. folder: directory of
+    They are measured at least MEASURES times, or after each of fewer steps; the former is None if Ctrl-C arrived
+    before the first measurement. Ctrl-C ends the training. folder: directory of
     the file STATE, written about every SAVE_SECONDS and at Ctrl-C; the training continues from it if it exists.
     progress: called after each step with a text, the number of steps done, and that of all. ValueError if the loss is
     not finite, and for a STATE that is damaged, or of another plan or other heads.

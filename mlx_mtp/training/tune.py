@@ -33,9 +33,9 @@ Progress = Callable[[str, int, int], None]
 class Tuned:
     """The result of a tuning. file: the heads' file, None if nothing was written.
 
-    before, after: acceptance on held-out text of the model's own heads (None with new ones) and of the trained,
-    quantized ones (None if Ctrl-C arrived before the first measurement). curve: (tokens trained on, held-out tokens
-    per cycle) of the measurements, at least up to the best one.
+    before, after: acceptance on held-out text of the model's own heads (None with a new one), and of the trained ones
+    in their final formats (None if Ctrl-C arrived before the first measurement). curve: (tokens trained on, held-out
+    tokens per cycle) of the measurements, at least up to the best one.
     """
 
     file: Path | None
@@ -73,14 +73,15 @@ def tune_heads(
     Better are more held-out tokens per cycle than with the heads before, or, for a new head, more than 1. The model
     does not change: at the end it has the heads that it had before. Load it with `kernels="off"`. `out` is a
     *.safetensors file for `load(mtp_path=out)`. Ctrl-C during the training ends it with the best heads so far.
-    The same call continues an interrupted run, whose recording and state are in the folder `out` with the suffix
-    WORK; a complete run deletes it.
+    The same call continues an interrupted run, whose recording and state are in a folder named like `out` with
+    ".work" appended; a complete run deletes it.
 
     texts: strings, lists of token ids, lists of messages, and `Path`s of files (see `read_file`). Prompts without an
     answer, as messages that end with the user's, are answered by the model first. None: the model writes prompts and
-    answers itself. confirm: called with the estimate when FEWEST tokens are recorded; its exceptions end the call.
+    answers itself. confirm: called with the estimate when 2,000 tokens are recorded; its exceptions end the call.
     progress: called with a stage, the number done and the total. options: fields of Settings, unless `settings` is
-    given, which then counts alone. ValueError, one line, for values, texts or a model that are not allowed.
+    given, which then counts alone. MLX's random state is seeded. ValueError, one line, for values, texts or a model
+    that are not allowed.
     """
     settings = settings or Settings(**options)
     settings.check()
@@ -120,7 +121,7 @@ def tune_heads(
 
 @dataclass(frozen=True)
 class _Work:
-    """The arguments that the steps of one `tune_heads` call share; folder: `out` with the suffix WORK."""
+    """The arguments that the steps of one `tune_heads` call share; folder: that of the recording and state."""
 
     model: Any
     tokenizer: Any

@@ -189,7 +189,7 @@ def test_the_first_batch_that_fits_is_chosen(rows, headless, monkeypatch):
         monkeypatch.setattr(estimate, "available", lambda have=have: have)
         assert estimate.fit(workshop, rows, 40) == each
     monkeypatch.setattr(estimate, "available", lambda: SimpleNamespace(bytes=size))
-    with pytest.raises(ValueError, match="used; give a smaller batch, or" if rows else "used; use a smaller draft voc"):
+    with pytest.raises(ValueError, match="used; give a smaller batch" if rows else "used; use a smaller draft"):
         estimate.fit(workshop, rows, 40)
 
 
