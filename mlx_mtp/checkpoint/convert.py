@@ -248,7 +248,7 @@ def convert(
     upload_repo: str | None = None,
     trust_remote_code: bool = False,
 ) -> Converted:
-    """Write a checkpoint with its MTP heads, or an external drafter, for MLX to the new directory `mlx_path`.
+    """Write a checkpoint, its MTP heads and vision tower, or an external drafter, to the new directory `mlx_path`.
 
     quantize, q_group_size, q_bits, q_mode, quant_predicate (a recipe's name): as in mlx-lm, for the target.
         dtype, dequantize: as in mlx-lm, for the target and the heads. revision: branch, tag or commit on the hub.

@@ -53,7 +53,7 @@ class Features:
             self._trim()
 
     def _trim(self) -> None:
-        """Drop the least recently used unpinned features until all stored ones have at most `limit` bytes."""
+        """Drop the least recently used unpinned features while the stored ones have more than `limit` bytes."""
         size = self.nbytes
         for key in [key for key in self._stored if key not in self._pins]:
             if size <= self.limit:

@@ -178,7 +178,7 @@ def _finish(opened: Any, limits: Limits, head: Head | None = None) -> Image:
 
 
 def _turned(opened: Any) -> Any:
-    """Return Pillow's image turned and mirrored as its EXIF data request; itself without any, or damaged ones."""
+    """Return Pillow's image turned and mirrored as its EXIF data request; itself without or with damaged ones."""
     turn = None
     with suppress(Exception):
         turn = TURNS.get(opened.getexif().get(ORIENTATION))

@@ -80,5 +80,5 @@ def _box(resize_shape: Any) -> tuple[int, int] | None:
     numbers = [resize_shape] * 2 if isinstance(resize_shape, int) else list(resize_shape)
     numbers = numbers * 2 if len(numbers) == 1 else numbers
     if len(numbers) != 2 or not all(type(number) is int and 1 <= number <= 1 << 16 for number in numbers):
-        raise ValueError(f"resize_shape={resize_shape!r}: expected a width and a height in pixels, from 1 to 65,536")
+        raise ValueError(f"resize_shape={resize_shape!r}: expected a number or (width, height), 1 to 65,536 pixels")
     return numbers[1], numbers[0]

@@ -14,8 +14,8 @@ class Settings:
 
     tokens: number to record, up to the end of a document; fewer if the texts end. epochs: passes over them. new: make
     a new head instead of training the model's. depths: consecutive drafts that a new head is trained for.
-    draft_vocab: number of tokens that a new head drafts; None for all. bits: of a new head; None does not quantize it.
-    rows: of a batch; None chooses at most 8, as memory allows. dtype: type of the weights in training. rank: of
+    draft_vocab: number of tokens that a new head drafts; None for all. bits: of a new head; None does not quantize
+    it. rows: of a batch; None chooses at most 8, as memory allows. dtype: type of the weights in training. rank: of
     low-rank updates of the heads' quantized weights, which are then trained alone; None trains all weights. rate: the
     peak learning rate; None is 1e-3 for a new head, else 2e-4. seed: of the texts that the model writes, of the order
     of documents, and of noise.
