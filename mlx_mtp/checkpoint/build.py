@@ -72,8 +72,8 @@ def load_port(
 
     lazy: read only norms, to warn of unusual ones, and an external drafter; check no memory. Otherwise `budget` is
     checked first, the target's weights are read and checked, and `model.runtime.untested` becomes a function that
-    reads and checks the heads' weights. ranks: split the target over them. sight: whether and from where a vision
-    tower is found, whose weights are read later. ValueError if the checkpoint is damaged or too large.
+    reads and checks the heads' weights. ranks: split the target over them. sight: whether and where to look for a
+    vision tower, whose weights are read at the first picture. ValueError if the checkpoint is damaged or too large.
     """
     normalize(config).warn(path / "config.json", stacklevel=4)
     model, contents, raw = without_broken_heads(partial(read_port, port, path, config), drafting)

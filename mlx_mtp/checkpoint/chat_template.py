@@ -26,8 +26,8 @@ RESERVED_KEYS = {
 def render(tokenizer: Any, messages: list[dict], options: dict[str, Any]) -> str:
     """Return the text of these messages in the chat template.
 
-    The template receives a part that has a "picture" as {"type": "image"}. options: the template's arguments.
-    ValueError, in one line, if the template fails or its text is not valid UTF-8.
+    A part of a message's content with the key "picture" reaches the template as {"type": "image"}. options: the
+    template's arguments. ValueError, in one line, if the template fails or its text is not valid UTF-8.
     """
     with one_line("the chat template refuses this conversation"):  # a program that may raise anything
         text = tokenizer.apply_chat_template(
@@ -39,29 +39,30 @@ def render(tokenizer: Any, messages: list[dict], options: dict[str, Any]) -> str
 
 
 def _bare(message: dict) -> dict:
-    """Return a message whose pictures are only {"type": "image"}, for which a template writes its mark."""
+    """Return a message in which {"type": "image"} replaces each part of the content with the key "picture"."""
     if not isinstance(content := message.get("content"), list):
         return message
     return {**message, "content": [{"type": "image"} if "picture" in part else part for part in content]}
 
 
 def parts_with_pictures(messages: list[dict]) -> list[Any]:
-    """Return the "picture" of each part of the messages' contents that has one, in their order."""
+    """Return a list of the values under "picture" in the parts of the messages' contents, in order."""
     contents = [content for message in messages if isinstance(content := message.get("content"), list)]
     return [part["picture"] for content in contents for part in content if "picture" in part]
 
 
 def pictures_of(messages: list[dict]) -> list[Any]:
-    """Return the pictures that messages have under "pictures", in their order."""
+    """Return a list of all pictures that messages have in a list under "pictures", in order."""
     return [picture for message in messages for picture in message.get("pictures", ())]
 
 
 def encode_messages(tokenizer: Any, messages: list[dict], options: dict[str, Any], vision: Any) -> list[int]:
     """Return the tokens of messages in the chat template, with those of their pictures.
 
-    messages: {"role", "content"}, some with "pictures", which precede the text. A picture's mark that a text contains
-    stays a plain token. options: the template's arguments. vision: the model's. Raises ValueError without a chat
-    template, and unless the template writes a mark for each picture.
+    messages: dicts with "role", "content" (a str) and, if any, "pictures": a list of `Picture`s, which precede the
+    text. A picture's mark that a text contains stays a plain token. options: the template's arguments. vision: the
+    model's `Vision`; without pictures it is not used. Raises ValueError if the template fails, and for pictures
+    without a chat template, or one that does not write a mark for each.
     """
     if not (pictures := pictures_of(messages)):
         return tokenizer.encode(render(tokenizer, messages, options), add_special_tokens=False)
@@ -76,13 +77,16 @@ def encode_messages(tokenizer: Any, messages: list[dict], options: dict[str, Any
 
 
 def about_pictures(tokenizer: Any, pictures: Sequence[Any], vision: Any) -> list[int]:
-    """Return the prompt that asks to describe pictures. vision: the model's. ValueError as `encode_messages`."""
+    """Return the tokens of a prompt that asks to describe `Picture`s. vision, ValueError: as in `encode_messages`."""
     message = {"role": "user", "content": "Describe what you see.", "pictures": pictures}
     return encode_messages(tokenizer, [message], {"add_generation_prompt": True}, vision)
 
 
 def _with_parts(message: dict[str, Any], mark: str) -> dict[str, Any]:
-    """Return a message whose pictures are parts of its content, and in whose text TYPED replaces a picture's mark."""
+    """Return a message for the template, in whose text TYPED replaces `mark`, the text of a picture's mark.
+
+    With pictures, its content is a list: {"type": "image"} for each, then the text; otherwise the text alone.
+    """
     text, pictures = message["content"].replace(mark, TYPED), message.get("pictures", ())
     parts: list[Any] = [{"type": "image"} for _ in pictures]
     return {"role": message["role"], "content": [*parts, {"type": "text", "text": text}] if parts else text}
@@ -91,8 +95,8 @@ def _with_parts(message: dict[str, Any], mark: str) -> dict[str, Any]:
 def prompt_tokens(prefix: PromptPrefix, tokenizer: Any, text: str, vision: Any = None) -> list[int]:
     """Return the tokens of a saved prompt followed by `text`, in the chat template if prefix and tokenizer have one.
 
-    In the template both are one message of the user, with the generation prompt. vision: the model's, for the
-    prefix's pictures. ValueError if the template fails, or for pictures without a template.
+    In the template both are one message of the user, with the generation prompt. vision: the model's `Vision`, needed
+    if the prefix has pictures. ValueError if the template fails, or for pictures without a template.
     """
     text = prefix.prompt + text
     if not (prefix.template and tokenizer.has_chat_template):
@@ -110,6 +114,7 @@ def stable_tokens(prefix: PromptPrefix, tokenizer: Any, vision: Any = None) -> l
     """Return the first tokens of a saved prompt, as far as no text that follows is expected to change them.
 
     They are the same in `prompt_tokens` with each of PROBES as the text, and for the prompt without its last runs.
+    vision: as in `prompt_tokens`.
     """
     tokens = prompt_tokens(prefix, tokenizer, "", vision)
     shortened = replace(prefix, prompt=LAST_RUNS.sub("", prefix.prompt))

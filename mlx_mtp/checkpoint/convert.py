@@ -51,7 +51,8 @@ class Source:
     raw: whether the trunk's norms are stored zero-centred, and whether the heads' are. trained: by output name, two
     lazy bools of the source tensor: whether it contains NaN, and (of a head) a number other than zero.
     dtype: the type that the user chose, or that float16 scales of packed weights require; else None.
-    tower: the vision tower, whose tensors in `apart` are copied unchanged; without one, `blind` is the reason.
+    tower: the vision tower's files; None without one, for the reason in `blind`. apart: its tensors by name, which
+    are copied unchanged.
     """
 
     path: Path
@@ -97,7 +98,7 @@ class Source:
         return {path: w for path, w in found.items() if not path.startswith("mtp.")}, heads
 
     def new_config(self) -> dict[str, Any]:
-        """Return config.json with the model's new type and quantization."""
+        """Return config.json, with the vision tower's part, if any, and the model's new type and quantization."""
         found = listed(formats(self.model))
         return _renewed(self.tower.config if self.tower else self.config, self.dtype) | (
             {} if found is None else {"quantization": found}
@@ -189,7 +190,8 @@ def _renewed(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
 def _drop_repeated(model: Any, contents: Contents) -> None:
     """Drop the heads' embeddings if all equal the target's, and their LM heads likewise, as stored in the checkpoint.
 
-    If only heads were opened, nothing is dropped. The precision of a conversion would make equal ones differ.
+    Nothing is dropped if only heads were opened, or for heads of `tune-heads --new`. It is done before the precision
+    changes, which would make equal ones differ.
     """
     if not contents.trunk or model.spec.prefix == TUNED.prefix:
         return
@@ -246,7 +248,7 @@ def convert(
     upload_repo: str | None = None,
     trust_remote_code: bool = False,
 ) -> Converted:
-    """Write a checkpoint with its MTP heads, or an external drafter, for MLX to the new directory `mlx_path`.
+    """Write a checkpoint, its MTP heads and vision tower, or an external drafter, to the new directory `mlx_path`.
 
     quantize, q_group_size, q_bits, q_mode, quant_predicate (a recipe's name): as in mlx-lm, for the target.
         dtype, dequantize: as in mlx-lm, for the target and the heads. revision: branch, tag or commit on the hub.

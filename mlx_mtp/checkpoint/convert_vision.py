@@ -19,7 +19,7 @@ from .weight_names import VISION_FILE, read_index
 
 
 class Extracted(NamedTuple):
-    """The result of `extract_vision`: the file, the bytes of its tensors, and the tower in words."""
+    """The result of `extract_vision`: the file, the bytes of its tensors, and `TowerFiles.summary`."""
 
     path: Path
     nbytes: int
@@ -33,8 +33,9 @@ def extract_vision(
 
     `load` finds VISION_FILE in the directory of a conversion; give another place to it as `vision_path`. The tensors
     are unchanged; the file also has the tower's part of config.json and the image processor's settings. If there is a
-    shard index, only the files with tensors of the tower are downloaded. revision, progress: as in `convert`. Raises
-    a one-line ValueError, or OSError if the file cannot be written; a failure leaves no file.
+    shard index, of the weight files only those with tensors of the tower are downloaded. revision, progress: as in
+    `convert`. Raises a one-line ValueError for a path that is not allowed, a checkpoint without a usable tower, and a
+    disk that is too full; OSError if the file cannot be written. A failure leaves no file.
     """
     new = Path(vision_path).expanduser().resolve()
     new = new / VISION_FILE if new.is_dir() else new
@@ -56,12 +57,15 @@ def extract_vision(
 
 
 def _compute(path: Path, name: str, w: mx.array) -> None:
-    """Evaluate a tensor; ValueError if it contains NaN."""
+    """Evaluate the tensor `name` of the checkpoint at `path`; ValueError if it contains NaN."""
     check_numbers({name: w}, lambda name: (path, name))
 
 
 def _fetched(hf_path: str | Path, revision: str | None) -> Path:
-    """Return the directory of a checkpoint; of one on the hub, its small files and those with the tower are there."""
+    """Return the directory of a checkpoint; one on the hub is downloaded, without weight files that lack the tower.
+
+    All weight files are downloaded if no shard index lists a tensor of the tower.
+    """
     path = resolve(hf_path, revision, files=SMALL_FILES)
     kind: Any = find_tower(read_config(path))
     names = sorted({file for name, file in read_index(path).items() if kind and name.startswith(kind.PREFIXES)})

@@ -60,7 +60,7 @@ def total_size(files: Mapping[Any, Mapping[str, Any]]) -> int:
 
 
 def file_size(tensors: Mapping[str, Any]) -> int:
-    """Return the bytes of the file, with its header, that `write` or `allocate` makes."""
+    """Return the bytes of the file, with its header, that `write` or `allocate` makes with the usual metadata."""
     return len(header(tensors, CONVERTED)) + sum(w.nbytes for w in tensors.values())
 
 
@@ -95,7 +95,8 @@ def write(
     """Write files, replacing existing ones, one after the other, and return the bytes of all tensors.
 
     Each tensor is removed from `files` and passed with its name to `compute`, which has to evaluate it; then
-    `progress` is called with the bytes up to and including this tensor, and it is written. metadata: of each file.
+    `progress` is called with the bytes up to and including this tensor, and it is written. metadata: texts by name,
+    stored in the header of each file.
     """
     done, total = 0, total_size(files)
     for file, tensors in files.items():

@@ -50,7 +50,7 @@ def describe(place: Place) -> Description:
 
 
 def _heads(facts: Inspection) -> str:
-    """Return the number of MTP heads as text; without any "missing" if the family has some, or "none"."""
+    """Return the number of MTP heads as text, such as "1 head"; for 0 "missing" if the family has some, or "none"."""
     if facts.depths:
         return f"{facts.depths} head{'s' * (facts.depths > 1)}"
     port = find_port({"model_type": facts.family}) if facts.family else None

@@ -54,8 +54,9 @@ class PartSummary:
     """Sizes of the target, of its experts (which are included in the target), of the heads or of the vision tower.
 
     tensors: their number. types: bytes in the files by stored type ("BF16", "F8_E4M3", "U32", ...). loaded: bytes in
-    memory; quantization: description of the formats in memory; both None if the model does not load, the latter also
-    for experts or heads that it lacks, and for the vision tower.
+    memory; quantization: description of the formats in memory; both None if the model does not load. loaded is also
+    None without a usable vision tower, and quantization for any vision tower, and for experts or heads that the model
+    lacks.
     """
 
     tensors: int
@@ -85,7 +86,7 @@ class MemoryFit:
 class Inspection:
     """The facts about a checkpoint; None or empty if unknown, because of `problems`, config.json or values=False.
 
-    vision: the vision tower's sizes, without tensors if the model reads no pictures.
+    vision: the vision tower's sizes; no tensors if none was found.
     depths, declared: number of MTP heads found, and in config.json. head_tensors, missing: names of heads' tensors
         that were found, and that are missing.
     zero_centred: for target and heads, whether norms are stored zero-centred; norms: for each that has tensors, the

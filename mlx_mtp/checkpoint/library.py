@@ -57,7 +57,10 @@ def called(name: str, folders: Iterable[Path] = ()) -> Path | None:
 
 
 def _downloaded(cache: Path) -> Iterator[Place]:
-    """Yield the models of a download cache that have a config.json: revision main, else the latest written one."""
+    """Yield a `Place` for each model of a download cache: its revision main, else the one modified last.
+
+    Revisions without a config.json are left out. Nothing is yielded if there is no cache.
+    """
     with contextlib.suppress(CacheNotFound):
         for repo in scan_cache_dir(cache).repos:
             found = [each for each in repo.revisions if (each.snapshot_path / "config.json").is_file()]
@@ -67,10 +70,10 @@ def _downloaded(cache: Path) -> Iterator[Place]:
 
 
 def below(folder: Path, *, names: int, depth: int = DEEPEST) -> Iterator[Place]:
-    """Yield the directories with a config.json and the GGUF files in a folder and up to `depth` levels below.
+    """Yield a `Place` for each directory with a config.json, and each GGUF file, in a folder.
 
-    Nothing inside such a directory, and no projector of images ("mmproj"). names: the number of last path parts in
-    a name.
+    Its subfolders are searched down to `depth` levels, but not such a directory. GGUF files with "mmproj" in the
+    name, projectors of images, are left out. names: number of last path parts that make up a model's name.
     """
     for path in _entries(folder):
         name = "/".join(path.parts[-names:])

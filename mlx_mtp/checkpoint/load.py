@@ -73,9 +73,9 @@ def load(
 ) -> Any:
     """Load a checkpoint with its MTP heads, as `mlx_lm.load`; return (model, tokenizer[, config]).
 
-    On a CPU the heads of a large model are read, checked and tested before the first draft.
-    Loads from several threads run one after the other, and every thread can use the result. A GGUF file, also as
-    `mtp_path`, is transcoded once into the user's cache folder.
+    On a CPU the heads of a large model are read, checked and tested before the first draft. SmolLM2-135M-Instruct
+    gets the heads in this package. Loads from several threads run one after the other, and every thread can use the
+    result. A GGUF file, also as `mtp_path`, is transcoded once into the user's cache folder.
 
     tokenizer_config: as in mlx-lm. model_config: values that replace config.json's. return_config: also return the
         resulting config. revision: branch, tag or commit on the hub. trust_remote_code: run the tokenizer's code.
@@ -86,7 +86,7 @@ def load(
         tried. An external drafter that is no small model is read and checked nevertheless.
     mtp: False neither loads nor allocates the heads; a block drafter as `draft_model` then drafts alone.
     mtp_path, vision_path: file or directory of the heads, or of the vision tower, for example the released
-        checkpoint, instead of the checkpoint's own. vision: False refuses pictures; the tower is read at the first.
+        checkpoint, instead of the checkpoint's own. vision: False refuses pictures. A tower is read at the first.
     mtp_overrides: values that replace some of the family's MTPSpec, for tests; with `draft_model` the drafter's.
     draft_model: directory or hub name. A block drafter (DFlash, DFlash2, DSpark, or "demo-block") joins the heads;
         EAGLE-3, MTP heads that mlx-vlm split off, and a small model with the target's tokens replace them.

@@ -106,7 +106,7 @@ def _states(parameters: dict[str, mx.array]) -> dict[str, tuple[bool, bool]]:
 
 
 def _pieces(parameters: dict[str, mx.array]) -> Iterator[dict[str, mx.array]]:
-    """Yield all parameters in pieces of at most PIECE bytes, or of one parameter that is larger."""
+    """Yield all parameters in order, in dicts of at most PIECE bytes together, or of one parameter that is larger."""
     piece: dict[str, mx.array] = {}
     size = 0
     for name, array in parameters.items():
@@ -119,7 +119,7 @@ def _pieces(parameters: dict[str, mx.array]) -> Iterator[dict[str, mx.array]]:
 
 
 def _states_of(parameters: dict[str, mx.array]) -> dict[str, tuple[bool, bool]]:
-    """Evaluate parameters together; return the bools of `_states`."""
+    """Evaluate parameters together; return the two bools of `_states` for those of floating-point numbers."""
     types = {array.dtype for array in parameters.values() if mx.issubdtype(array.dtype, mx.floating)}
     parts = [{name: w for name, w in parameters.items() if w.dtype == dtype} for dtype in types]
     states = [trained(*part.values()) for part in parts]

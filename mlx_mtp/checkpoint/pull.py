@@ -54,8 +54,8 @@ def planned(repo: str, revision: str | None = None, *, only_heads: bool = False)
 
     only_heads: only the files that contain MTP heads, and the small ones, such as config.json.
 
-    ValueError, one line, for a file or directory, a repository that cannot be read, or one without heads with
-    only_heads.
+    ValueError, one line, if `repo` is an existing path, for a repository that cannot be read, and, with only_heads,
+    for one without heads.
     """
     if Path(repo).expanduser().exists():
         raise ValueError(f"{repo}: already on this machine; give it to --model")

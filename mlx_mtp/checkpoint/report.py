@@ -35,7 +35,7 @@ class Report:
     kernels: a line for each Metal kernel in use; not_exact: ops whose bits may depend on the number of rows.
     prefill_chunk: tokens per prefill chunk; None on a CPU.
     drafter: description of an external drafter, else ""; head_bytes and head_quantization then include it.
-    vision: the vision tower, or why there is none; "" for a family that reads no pictures.
+    vision: the vision tower in words, or why there is none; "" for a family that reads no pictures.
     heads_source: where MTP heads that draft next to the drafter are, else ""; head_bytes counts both.
     """
 

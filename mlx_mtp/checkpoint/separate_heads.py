@@ -26,8 +26,9 @@ def read_separate_heads(port: ModuleType, layers: int, mtp_path: str | Path) -> 
     """Return the head tensors in `mtp_path` for a target with `layers` layers, by the checkpoint's names.
 
     Of a checkpoint's directory (with config.json), or a file model*.safetensors in it, only heads' tensors are
-    returned; ValueError if it has none. Of mlx-vlm's drafters and other files, such as sidecars, all tensors are,
-    unchecked; ValueError if there is no file, or a damaged one.
+    returned, and if there are some of `tune-heads --new`, only these; ValueError if it has none. Of mlx-vlm's
+    drafters and other files, such as sidecars, all tensors are, unchecked; ValueError if there is no file, or a
+    damaged one.
     """
     given, spec = Path(mtp_path).expanduser(), port.Model.SPEC
     if is_split(given):

@@ -175,12 +175,18 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
 
 
 def layout_of(port: ModuleType, names: Collection[str]) -> MTPSpec:
-    """Return the layout of the heads among tensor names: of new heads if there are any, else the family's."""
+    """Return the layout of heads: TUNED if `names` has tensors of `tune-heads --new`, else the family's own.
+
+    names: the stored names of tensors.
+    """
     return TUNED if any(name.startswith(TUNED_PREFIX) for name in names) else port.Model.SPEC
 
 
 def of_other_layout(port: ModuleType, spec: MTPSpec, name: str, layers: int) -> bool:
-    """Return whether a tensor belongs to heads of another layout than `spec`, which are not loaded."""
+    """Return whether a tensor belongs to heads that are not loaded, because they have another layout than `spec`.
+
+    spec: the result of `layout_of`. layers: the number of the target's layers.
+    """
     if spec.prefix == TUNED.prefix:
         return port.Model.SPEC.locate(name, layers) is not None
     return name.startswith(TUNED_PREFIX)

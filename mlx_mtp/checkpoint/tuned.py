@@ -1,4 +1,4 @@
-"""Write and load the sidecar of `mlx-mtp tune-heads`, with facts on the target that the heads were trained for."""
+"""Write and load the heads' file of `mlx-mtp tune-heads`, with facts on the target that they were trained for."""
 
 import hashlib
 import json
@@ -26,9 +26,10 @@ SIZES = "mlx_mtp_sizes"  # the key of the target's family and sizes
 
 
 def fingerprint(model: Any) -> str:
-    """Return a hash of a target's family, sizes and last norm, which its quantized conversions share.
+    """Return a hexadecimal hash of a target's family, sizes and last norm; its quantized conversions have the same.
 
-    The norm is compared in bfloat16. A fine-tuned model has another one in nearly all cases; adapters do not count.
+    The norm is rounded to bfloat16 before. A fine-tuned model has another hash in nearly all cases; adapters do not
+    change it.
     """
     norm = np.array(model.model.norm.weight.astype(mx.bfloat16).astype(mx.float32))
     return hashlib.sha256(_sizes(model).encode() + norm.tobytes()).hexdigest()
@@ -40,21 +41,26 @@ def _sizes(model: Any) -> str:
 
 
 def shipped_heads(config: Mapping[str, Any]) -> Path | None:
-    """Return the file of heads in this package whose target has the sizes in config.json; None if there is none."""
+    """Return the file of heads in this package for a target of a model type and sizes; None if there is none.
+
+    config: config.json. A fine-tuned model has the same sizes, so `fits` is needed, too.
+    """
     names = ("model_type", "num_hidden_layers", "hidden_size", "vocab_size")
     sizes = " ".join(str(config.get(name)) for name in names)
     return next((file for file in SHIPPED_HEADS if _metadata(file).get(SIZES) == sizes), None)
 
 
 def fits(model: Any, file: Path) -> bool:
-    """Return whether the heads in a file of `write_heads` were trained for this target, or a conversion of it."""
+    """Return whether the fingerprint in a file of `write_heads` is that of the target `model`; False without one."""
     return target_of(file) == fingerprint(model)
 
 
 def write_heads(model: Any, file: Path, facts: Mapping[str, str]) -> int:
-    """Write the heads of a model to a new or replaced *.safetensors file; return its size in bytes.
+    """Write the heads of a model to a *.safetensors file, which is created or replaced; return its size in bytes.
 
-    facts: further entries of the file's metadata. The file is complete or, if the write fails, unchanged.
+    The target's LM-head rows of a new head (`lend_rows`) are left out. facts: further entries of the file's metadata.
+    If the write fails (OSError, or ValueError if the disk is too full or another run is writing), an earlier file is
+    unchanged.
     """
     lent = r"mtp\.\d+\.head\." if model.spec.prefix == TUNED.prefix else r"(?!)"
     kept = {path: w for path, w in named(model).items() if path.startswith("mtp.") and not re.match(lent, path)}
@@ -69,9 +75,10 @@ def write_heads(model: Any, file: Path, facts: Mapping[str, str]) -> int:
 
 
 def attach_tuned(model: Any, mtp_path: str | Path | None) -> None:
-    """Give tuned new heads the target's LM-head rows of the tokens that they draft; check the sidecar's target.
+    """Complete loaded heads: give those of `tune-heads --new` the target's floating-point type and `lend_rows`.
 
-    Warns if the heads were trained for another target. ValueError for tokens that the target does not have.
+    Warns if the file `mtp_path` states another target than `model`. mtp_path: where the heads were loaded from, None
+    for the checkpoint itself. ValueError as in `lend_rows`.
     """
     made_for = target_of(Path(mtp_path)) if mtp_path is not None and model.mtp else None
     if made_for not in (None, fingerprint(model)):
@@ -82,27 +89,28 @@ def attach_tuned(model: Any, mtp_path: str | Path | None) -> None:
 
 
 def lend_rows(model: Any, head: Any, source: str = "heads") -> None:
-    """Give a tuned new head an LM head with the target's rows of the tokens in its `d2t`, if it has one.
+    """Give a head an LM head of the target's rows for the tokens in its `d2t`; without `d2t` it is unchanged.
 
-    source: for the ValueError about tokens that the target lacks, or an LM head of an unsupported kind.
+    source: the start of messages. ValueError for tokens that the target lacks, or if the target's LM head is of an
+    unsupported kind.
     """
     if "d2t" not in head:
         return
     tokens, whole = head.d2t + mx.arange(head.d2t.size), model.unembedding()
     if tokens.min().item() < 0 or tokens.max().item() >= model.vocab_size:
-        raise ValueError(f"{source}: they draft tokens outside the target's {model.vocab_size}")
+        raise ValueError(f"{source}: drafts tokens outside the target's 0 to {model.vocab_size - 1}")
     if not isinstance(whole, KINDS):
-        raise ValueError(f"{source}: an LM head of kind {type(whole).__name__} has no draft vocabulary")
+        raise ValueError(f"{source}: the target's LM head, a {type(whole).__name__}, supports no draft vocabulary")
     head.head = sliced(whole, tokens)
 
 
 def target_of(file: Path) -> str | None:
-    """Return the fingerprint in a sidecar's metadata; None for a directory, or a file without one."""
+    """Return the target's fingerprint in the metadata of a heads' file; None for a directory, or without one."""
     return _metadata(file).get(TARGET)
 
 
 def _metadata(file: Path) -> dict[str, str]:
-    """Return the metadata of a *.safetensors file; {} if it cannot be read or has none."""
+    """Return the metadata of a *.safetensors file by name; {} if the file cannot be read or has none."""
     with suppress(OSError, ValueError, KeyError, TypeError, struct.error), file.expanduser().open("rb") as f:
         (size,) = struct.unpack("<Q", f.read(8))
         return json.loads(f.read(min(size, 1 << 26)))["__metadata__"] or {}  # MLX writes null without metadata

@@ -37,13 +37,17 @@ OF_CONFIG = ("vision_config", "image_token_id")
 
 @dataclass(frozen=True)
 class Sight:
-    """The options of `load` for pictures. on: load the tower. path: its file or directory, None for the model's."""
+    """The options of `load` for pictures.
+
+    on: look for a vision tower, without which pictures are refused. path: the tower's file or directory; None for the
+    checkpoint's own.
+    """
 
     on: bool = True
     path: str | Path | None = None
 
     def check(self) -> None:
-        """Raise ValueError for options that exclude each other."""
+        """Raise ValueError for a `path` while `on` is False."""
         if self.path is not None and not self.on:
             raise ValueError(f"vision_path={self.path}: not together with vision=False")
 
@@ -52,10 +56,10 @@ BLIND = Sight(on=False)
 
 
 class TowerFiles(NamedTuple):
-    """A tower in files.
+    """A vision tower in files, none of whose weights is read.
 
-    kind: its module in `models.vision`. tensors: by the stored names. config: config.json with the tower's part.
-    settings: the processor's, None if no file has them. place: the file or directory, for messages.
+    kind: the family's module in `models.vision`. tensors: headers, by the stored names. config: config.json with the
+    tower's part. settings: the image processor's, None if no file has them. place: the tower's file or directory.
     """
 
     kind: ModuleType
@@ -70,7 +74,7 @@ class TowerFiles(NamedTuple):
 
     @property
     def summary(self) -> str:
-        """The tower's size and types, for the report."""
+        """The tower's bytes, number of tensors and stored types in words, for the report."""
         types: Counter[str] = Counter()
         for tensor in self.tensors.values():
             types[tensor.dtype] += tensor.nbytes
@@ -79,10 +83,11 @@ class TowerFiles(NamedTuple):
 
 
 def find_tower_files(path: Path, config: dict, stored: Stored | None, given: str | Path | None) -> TowerFiles | None:
-    """Return the tower of a checkpoint, None if its files or its family have none.
+    """Return the vision tower of a checkpoint at `path`, None if its files have none or its family reads no pictures.
 
-    stored: the checkpoint's weight files, which are searched before VISION_FILE in its directory. given: the file or
-    directory of the tower instead; ValueError if it has none, and for a damaged file.
+    stored: the checkpoint's weight files, which are searched before VISION_FILE in its directory; None without any.
+    given: a file or directory that is searched instead; ValueError if it has no tower, or the family reads no
+    pictures. ValueError also for a damaged file.
     """
     kind = find_tower(config)
     if kind is None:
@@ -113,8 +118,8 @@ def usable_tower(
 ) -> tuple[TowerFiles | None, str]:
     """Return (a checkpoint's tower, "") or (None, the reason why the model reads no pictures).
 
-    A tower that cannot be used causes a warning, unless config.json describes none; with `sight.path`, ValueError.
-    width: the model's hidden size. No weights are read.
+    A tower that is found and cannot be used causes a warning, unless config.json has no vision_config; a ValueError
+    instead if `sight.path` is given. width: the model's hidden size. No weights are read.
     """
     if not sight.on:
         return None, f"{path}: loaded without its vision tower; omit vision=False (--no-vision) to read pictures"
@@ -152,9 +157,10 @@ def open_vision(
 
 
 def vision_facts(config: dict, vision: Any, blind: str, ignored: tuple[str, ...]) -> dict[str, Any]:
-    """Return the report's fields about a tower: `vision`, and `ignored` without the tensors that the tower uses.
+    """Return the fields "vision" and "ignored" of a `Report`; the latter without patterns of the tower's tensors.
 
-    vision, blind: the result of `open_vision`. ignored: patterns of the tensors that text decoding does not use.
+    vision, blind: the results of `open_vision` or `usable_tower`. ignored: patterns of the names of tensors that text
+    decoding does not use.
     """
     kind = find_tower(config)
     if kind is None or vision is None:
@@ -184,7 +190,10 @@ def _of_tower(kind: ModuleType, header: Header) -> Header:
 
 
 def _read_given(place: Path) -> Header:
-    """Return the tensors of a file, or of a directory's weight files; ValueError if there are none."""
+    """Return the headers of a file's tensors, or of a directory's VISION_FILE, or else of its weight files.
+
+    ValueError if there is no such file, or a damaged one.
+    """
     if not place.is_dir():
         return read_header([place])
     if (place / VISION_FILE).is_file():
@@ -194,13 +203,19 @@ def _read_given(place: Path) -> Header:
 
 
 def _metadata(file: Path) -> dict[str, Any]:
-    """Return the parts of config.json and the processor's settings in a file of `--vision-only`, {} without them."""
+    """Return the facts of `embedded` in a file's metadata, {} without them; ValueError for a damaged file.
+
+    They are the tower's part of config.json, and under "processor" the image processor's settings.
+    """
     with one_line(f"{file}: truncated or damaged"), safe_open(file, "numpy") as f:
         return json.loads((f.metadata() or {}).get("vision", "{}"))
 
 
 def _settings(*folders: Path) -> dict[str, Any] | None:
-    """Return the image processor's settings in the first directory that has them; ValueError for a damaged file."""
+    """Return the image processor's settings in the first directory that has them, None without any.
+
+    ValueError for a damaged file.
+    """
     for folder in folders:
         for name, key in ((SETTINGS, None), ("processor_config.json", "image_processor")):
             if (folder / name).is_file():
@@ -215,21 +230,25 @@ def _settings(*folders: Path) -> dict[str, Any] | None:
 
 
 def write_settings(tower: TowerFiles, folder: Path) -> None:
-    """Write the processor's settings of a tower, if it has some, into a directory."""
+    """Write the image processor's settings of a tower, if it has some, as the file SETTINGS into a directory."""
     if tower.settings is not None:
         (folder / SETTINGS).write_text(json.dumps(tower.settings, indent=2))
 
 
 def embedded(tower: TowerFiles) -> dict[str, str]:
-    """Return the metadata of a file with this tower alone: its part of config.json, and the processor's settings."""
+    """Return the metadata of a file with this tower alone: {"vision": JSON}.
+
+    The JSON has the tower's part of config.json and, under "processor", the image processor's settings, if any.
+    """
     part = {name: tower.config[name] for name in OF_CONFIG if name in tower.config}
     return {"vision": json.dumps(part | ({"processor": tower.settings} if tower.settings else {}))}
 
 
 def lazy_tower(tower: TowerFiles, width: int | None) -> nn.Module:
-    """Return the tower with lazy weights; ValueError unless they match its parameters in name and shape.
+    """Return the tower's module with lazy weights, quantized as they are stored.
 
-    width: the model's hidden size, which the features must have; None is any.
+    width: the model's hidden size, which the features must have; None is any. ValueError if config.json does not
+    describe a tower of this width, or the tensors do not match the module's parameters in name and shape.
     """
     check_types(tower.tensors)
     source = f"{tower.place}: the vision tower cannot be built from config.json"
@@ -261,7 +280,10 @@ def lazy_tower(tower: TowerFiles, width: int | None) -> nn.Module:
 
 
 def _read(tower: TowerFiles, width: int, embed: Any) -> nn.Module:
-    """Return the tower with its weights in memory; ValueError if they are damaged or do not fit into memory."""
+    """Return the tower's module with its weights in memory; ValueError if they are damaged or do not fit into memory.
+
+    embed: as in `open_vision`.
+    """
     check_room(f"{tower.place}: vision tower:", tower.nbytes, ignore=False)
     module = lazy_tower(tower, width)
     with one_line(f"{tower.place}: the vision tower's tensors cannot be read", (RuntimeError,)):
@@ -272,13 +294,16 @@ def _read(tower: TowerFiles, width: int, embed: Any) -> nn.Module:
 
 
 def _open_pixels(tower: TowerFiles, path: Path) -> Any:
-    """Return what prepares pictures for the tower; ValueError without Pillow, and for unusable settings."""
+    """Return the `Pixels` that prepares pictures for a tower; ValueError without Pillow, or for unusable settings."""
     with one_line(f"{tower.place}: {SETTINGS} is not usable", MISBUILT, keep=True):
         return tower.kind.Pixels(tower.settings, tower.config, path)
 
 
 def _fingerprint(tower: TowerFiles) -> str:
-    """Return a digest of the processor's settings, config.json's part, and the tensors' names and sampled bytes."""
+    """Return a hexadecimal digest of the processor's settings, the tower's part of config.json, and the tensors.
+
+    Of these the names, shapes, types, and SAMPLED bytes from the beginning and the middle count.
+    """
     facts = [tower.settings, {name: tower.config.get(name) for name in OF_CONFIG}]
     digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=32)
     begins = {file: data_begins(file) for file in {tensor.file for tensor in tower.tensors.values()}}

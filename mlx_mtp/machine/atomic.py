@@ -24,7 +24,7 @@ TEXT = "What `mlx-mtp convert` has not finished; delete it, or run the same comm
 def write_whole(file: str | Path, content: str | bytes, mode: int = 0o666) -> None:
     """Write a small file, in UTF-8 if `content` is a str, and create its directory; a link's target is replaced.
 
-    mode: permissions of the file, without those that the umask takes away.
+    mode: permissions of the new file; those that the umask excludes are removed.
 
     Others see the file before or after the write, and if it fails (OSError), an earlier file is unchanged. A pipe or
     a terminal cannot be replaced and is written directly.

@@ -53,9 +53,10 @@ def in_turn() -> Iterator[None]:
 
 
 def pass_turn() -> None:
-    """Let each thread that waits for a turn have one before this thread's continues; outside of a turn do nothing.
+    """Interrupt this thread's turn so that waiting threads can have theirs; return when it continues.
 
-    No computation that the caller has begun may depend on the order in which threads compute.
+    Outside of a turn, nothing happens. Other threads may compute in between, so a computation that the caller has
+    begun must not depend on theirs.
     """
     if not getattr(_thread, "in_turn", False):
         return

@@ -1,4 +1,4 @@
-"""Store the features of pictures that were encoded, up to a number of bytes."""
+"""Store the features of encoded pictures, the output of a vision tower, up to a number of bytes."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
@@ -10,7 +10,7 @@ LIMIT = 512_000_000  # bytes, by default
 
 
 class Features:
-    """Features [rows, H] by key; beyond `limit` bytes the least recently used ones without a pin are dropped."""
+    """Features [rows, H] by key; beyond `limit` bytes in all the least recently used unpinned ones are dropped."""
 
     def __init__(self, limit: int = LIMIT):
         self.limit = limit
@@ -29,14 +29,20 @@ class Features:
         return self._stored.get(key)
 
     def put(self, key: Hashable, rows: mx.array) -> None:
-        """Store features, and drop others if the limit requires it; more than `limit` bytes are not kept."""
+        """Store features, and drop the least recently used unpinned ones beyond `limit` bytes in all.
+
+        Unpinned features that alone have more bytes are dropped at once.
+        """
         self._stored[key] = rows
         self._stored.move_to_end(key)
         self._trim()
 
     @contextmanager
     def pinned(self, keys: Iterable[Hashable]) -> Iterator[None]:
-        """Keep the features of these keys, stored now or later, until the block ends; blocks may overlap."""
+        """Pin these keys until the `with` block ends: their features, stored before or inside it, are not dropped.
+
+        Blocks may overlap; a key is pinned until the last block with it ends.
+        """
         keys = list(keys)
         self._pins.update(keys)
         try:
@@ -47,7 +53,7 @@ class Features:
             self._trim()
 
     def _trim(self) -> None:
-        """Drop the least recently used features without a pin until the others have at most `limit` bytes."""
+        """Drop the least recently used unpinned features while the stored ones have more than `limit` bytes."""
         size = self.nbytes
         for key in [key for key in self._stored if key not in self._pins]:
             if size <= self.limit:

@@ -5,9 +5,10 @@ from .library import pillow
 
 
 def fitted_size(height: int, width: int, box: tuple[int, int], *, enlarge: bool = False) -> tuple[int, int]:
-    """Return the (height, width) of the largest picture of the same ratio in a box, at least 1 pixel on each side.
+    """Return the (height, width) in pixels of the largest picture of the same ratio that fits into a box.
 
-    box: (height, width). enlarge: also scale a picture up; otherwise a picture that fits keeps its size.
+    Sides are rounded down, to at least 1. box: (height, width). enlarge: also scale a picture up; otherwise one that
+    fits keeps its size.
     """
     scale = min(box[0] / height, box[1] / width)
     if scale >= 1 and not enlarge:
@@ -16,7 +17,10 @@ def fitted_size(height: int, width: int, box: tuple[int, int], *, enlarge: bool 
 
 
 def fitted(image: Image, box: tuple[int, int], *, enlarge: bool = False) -> Image:
-    """Return a picture scaled to `fitted_size`, with bicubic interpolation; itself if that is its size."""
+    """Return a picture scaled to `fitted_size`, with bicubic interpolation; itself if that is its size.
+
+    ValueError if the new size is beyond LIMITS, as its ratio can be after rounding.
+    """
     height, width = fitted_size(*image.size, box, enlarge=enlarge)
     if (height, width) == image.size:
         return image

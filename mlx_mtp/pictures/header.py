@@ -8,7 +8,7 @@ NO_FRAME = {0xC4, 0xC8, 0xCC}  # markers among SOF0 to SOF15 that begin no frame
 
 
 class Head(NamedTuple):
-    """A picture's format, by Pillow's name, and its size in pixels before a turn that EXIF data request."""
+    """A picture's format ("PNG", "JPEG", "WEBP" or "GIF") and its size in pixels, not turned as EXIF data request."""
 
     format: str
     height: int
@@ -16,7 +16,10 @@ class Head(NamedTuple):
 
 
 def read_head(data: bytes) -> Head | None:
-    """Return the format and size that a PNG, JPEG, WEBP or GIF file states; None for other or too short data."""
+    """Return the format and size that a PNG, JPEG, WEBP or GIF file states; None for other data.
+
+    None also if the data end before the size.
+    """
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
         return _head("PNG", data[20:24], data[16:20], "big") if data[12:16] == b"IHDR" else None
     if data.startswith((b"GIF87a", b"GIF89a")):
@@ -27,7 +30,7 @@ def read_head(data: bytes) -> Head | None:
 
 
 def image_size(data: bytes) -> tuple[int, int]:
-    """Return the (height, width) in pixels that a picture's file states; ValueError for an unknown format."""
+    """Return the (height, width) in pixels that a picture's file states; ValueError if `read_head` returns None."""
     head = read_head(data)
     if head is None:
         raise ValueError(f"no {FORMATS.replace('and', 'or')} picture")
@@ -35,14 +38,14 @@ def image_size(data: bytes) -> tuple[int, int]:
 
 
 def _head(name: str, height: bytes, width: bytes, order: str = "little") -> Head | None:
-    """Return the head with these two numbers, None if the data end before them."""
+    """Return the `Head` of these two numbers, None if there is no byte of the height. order: of their bytes."""
     if not height:
         return None
     return Head(name, *(int.from_bytes(number, order) for number in (height, width)))  # type: ignore[arg-type]
 
 
 def _webp(data: bytes) -> Head | None:
-    """Return the head of a lossy, lossless or extended WEBP file."""
+    """Return the `Head` of a lossy, lossless or extended WEBP file; None for others, or if the data are too short."""
     kind = data[12:16]
     if kind == b"VP8X" and len(data) >= 30:
         return Head("WEBP", *(1 + int.from_bytes(data[at : at + 3], "little") for at in (27, 24)))
@@ -55,7 +58,7 @@ def _webp(data: bytes) -> Head | None:
 
 
 def _jpeg(data: bytes) -> Head | None:
-    """Return the head of a JPEG file, by its first frame; the segments before it are skipped."""
+    """Return the `Head` of a JPEG file from its first frame header; None if the data have no whole one."""
     at = 2
     while at + 9 <= len(data) and data[at] == 0xFF:
         marker = data[at + 1]

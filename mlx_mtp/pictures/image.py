@@ -1,7 +1,7 @@
 """Open a picture: check its file's format and size before decoding, then decode it to RGB.
 
-Everything a file can contain is accepted or refused here: turns by EXIF, alpha, palettes, 16-bit grey, CMYK,
-animations (the first frame), and files that are damaged or state a wrong size.
+Supported are turns by EXIF, alpha, palettes, 16-bit grey and CMYK, and of an animation the first frame. Damaged files
+are refused.
 """
 
 import base64
@@ -33,14 +33,18 @@ PER_STEP = 257  # 65535 / 255: steps of a 16-bit value for each step of an 8-bit
 
 
 class Limits(NamedTuple):
-    """The largest pictures that are opened: bytes of the file, pixels, and the longer side divided by the shorter."""
+    """Limits of pictures.
+
+    nbytes: maximum bytes of the file. pixels: maximum height times width. ratio: maximum of the longer side divided
+    by the shorter.
+    """
 
     nbytes: int = 20_000_000
     pixels: int = 50_000_000
     ratio: int = 200
 
     def check(self, height: int, width: int) -> None:
-        """Raise ValueError for a size in pixels beyond the limits, or without a pixel."""
+        """Raise ValueError if a size in pixels exceeds `pixels` or `ratio`, or a side is less than 1."""
         if min(height, width) < 1:
             raise ValueError(f"{width} x {height} pixels; allowed is 1 x 1 or more")
         if height * width > self.pixels:
@@ -49,7 +53,7 @@ class Limits(NamedTuple):
             raise ValueError(f"{width} x {height} pixels; the longer side is limited to {self.ratio} times the other")
 
     def check_bytes(self, count: int) -> None:
-        """Raise ValueError if a file has more bytes than the limit."""
+        """Raise ValueError if `count`, the bytes of a file, exceeds `nbytes`."""
         if count > self.nbytes:
             raise ValueError(f"{count:,} bytes; allowed are {self.nbytes:,}: make it smaller")
 
@@ -71,11 +75,12 @@ class Image:
 
 
 def open_image(source: Any, limits: Limits = LIMITS, number: int = 1) -> Image:
-    """Return a picture, decoded to RGB after the turn that EXIF data request; of an animation, the first frame.
+    """Return a picture, decoded to RGB and turned as its EXIF data request; of an animation, the first frame.
 
-    Transparent pixels are composited on white. source: a path, the bytes of a PNG, JPEG, WEBP or GIF file, a `data:`
-    URL, or one of Pillow's images. number: of the picture, from 1, for messages. Raises a one-line ValueError for
-    a picture beyond the limits, which is not decoded, and for any other unusable source.
+    Transparent pixels are composited on white. source: a path (str or Path), the bytes of a PNG, JPEG, WEBP or GIF
+    file, a `data:` URL, or one of Pillow's images, whose file's bytes are not limited. number: of the picture, from
+    1, for messages. Raises a one-line ValueError for a picture beyond the limits, which is not decoded, for any other
+    unusable source, and without Pillow.
     """
     try:
         if is_pillow(source):
@@ -92,7 +97,7 @@ def open_image(source: Any, limits: Limits = LIMITS, number: int = 1) -> Image:
 
 
 def from_base64(text: str, limits: Limits = LIMITS) -> bytes:
-    """Return the bytes that base64 text encodes; ValueError for other text, and for more bytes than the limit.
+    """Return the bytes that base64 text encodes; ValueError for other text, and for more bytes than limits.nbytes.
 
     The number of bytes is checked before anything is decoded.
     """
@@ -104,7 +109,7 @@ def from_base64(text: str, limits: Limits = LIMITS) -> bytes:
 
 
 def from_data_url(url: str, limits: Limits = LIMITS) -> bytes:
-    """Return the bytes in a `data:` URL in base64; ValueError for any other URL, or too many bytes.
+    """Return the bytes in a `data:` URL in base64; ValueError for any other text, or more than limits.nbytes bytes.
 
     The media type in the URL is ignored: the bytes themselves show the format.
     """
@@ -117,7 +122,10 @@ def from_data_url(url: str, limits: Limits = LIMITS) -> bytes:
 
 
 def _bytes_of(source: Any, limits: Limits) -> bytes:
-    """Return the bytes of a path, a `data:` URL or bytes; ValueError for other values, and files beyond the limit."""
+    """Return the bytes of a path's file or a `data:` URL, or those given.
+
+    ValueError for other values, a file that is missing or cannot be read, and a file or URL beyond limits.nbytes.
+    """
     if isinstance(source, (bytes, bytearray, memoryview)):
         return bytes(source)
     if isinstance(source, str) and source[:5].lower() == "data:":
@@ -131,7 +139,7 @@ def _bytes_of(source: Any, limits: Limits) -> bytes:
     path = Path(os.path.expanduser(source))  # unlike Path.expanduser, it leaves an unknown user's "~name" unchanged
     try:
         if not path.is_file():  # reading a pipe would block
-            raise ValueError(f"{path}: no such file")
+            raise ValueError(f"{path}: no such file, or not a regular file")
         limits.check_bytes(path.stat().st_size)
         return path.read_bytes()
     except OSError as e:
@@ -139,7 +147,7 @@ def _bytes_of(source: Any, limits: Limits) -> bytes:
 
 
 def _opened(data: bytes, head: Head) -> Any:
-    """Return Pillow's image of a file, not yet decoded; ValueError if its header is damaged."""
+    """Return Pillow's image of a file's bytes, not decoded; ValueError if Pillow cannot open it, or is missing."""
     library = pillow()
     try:
         return library.open(io.BytesIO(data), formats=(head.format,))
@@ -152,7 +160,11 @@ def _damaged(head: Head | None) -> str:
 
 
 def _finish(opened: Any, limits: Limits, head: Head | None = None) -> Image:
-    """Check the size that Pillow found, which frames of a GIF can increase, and decode; `head` is for messages."""
+    """Decode Pillow's image `opened`; ValueError if that fails, or if its size is beyond the limits.
+
+    The size is checked as Pillow has read it, since a GIF's frames can be larger than its header states. head: the
+    file's, for messages; None without a file.
+    """
     width, height = opened.size
     limits.check(height, width)
     try:
@@ -166,7 +178,7 @@ def _finish(opened: Any, limits: Limits, head: Head | None = None) -> Image:
 
 
 def _turned(opened: Any) -> Any:
-    """Return a decoded image turned and mirrored as its EXIF data request; damaged EXIF data are ignored."""
+    """Return Pillow's image turned and mirrored as its EXIF data request; itself without or with damaged ones."""
     turn = None
     with suppress(Exception):
         turn = TURNS.get(opened.getexif().get(ORIENTATION))
@@ -174,7 +186,7 @@ def _turned(opened: Any) -> Any:
 
 
 def _rgb(image: Any) -> np.ndarray:
-    """Return a decoded image's RGB values, uint8 [height, width, 3]."""
+    """Return the RGB values of Pillow's image, uint8 [height, width, 3], with transparent pixels on white."""
     if image.mode.startswith("I") or image.mode == "F":
         return _grey(image)
     if image.has_transparency_data:
@@ -184,7 +196,10 @@ def _rgb(image: Any) -> np.ndarray:
 
 
 def _grey(image: Any) -> np.ndarray:
-    """Return the RGB values of 16-bit grey, which Pillow itself would clip to 255; a transparent value is white."""
+    """Return the RGB values, uint8 [height, width, 3], of 16-bit grey, which Pillow itself would clip to 255.
+
+    The image's transparent value becomes white. ValueError for values that are not 16-bit integers.
+    """
     values = np.asarray(image)
     if image.mode == "F" or values.min() < 0 or values.max() > 65535:
         raise ValueError("not 16-bit grey")

@@ -1,4 +1,4 @@
-"""Import Pillow, and transformers' image processors that need it, when the first picture is opened."""
+"""Import Pillow when it is first needed, since it is an optional dependency."""
 
 from functools import cache
 from types import ModuleType

@@ -9,26 +9,26 @@ from .rows import Picture
 
 
 def place(tokens: Sequence[int], pictures: Sequence[Picture], mark: int) -> list[int]:
-    """Return a prompt's tokens, with each `mark` replaced by the tokens of the next picture.
+    """Return a prompt's tokens, with each token `mark` replaced by the tokens of the next picture, in their order.
 
     Raises ValueError unless there are as many marks as pictures.
     """
     if (marks := tokens.count(mark)) != len(pictures):
         raise ValueError(
-            f"the chat template writes {marks} marks of pictures for {len(pictures)} pictures; it must write one each"
+            f"the prompt has {marks} marks of pictures for {len(pictures)} pictures; it must have one mark for each"
         )
     rest = iter(pictures)
     return [each for token in tokens for each in (next(rest).tokens if token == mark else (token,))]
 
 
 def row_of(index: int, tokens: Sequence[int], pictures: Sequence[Picture], mark: int) -> int:
-    """Return the index in `place(tokens, pictures, mark)` of the token at `index`."""
+    """Return the index in `place(tokens, pictures, mark)` of the token at `index`, or of a mark's first row there."""
     before = tokens[:index].count(mark)
     return index + sum(picture.rows - 1 for picture in pictures[:before])
 
 
 def pictures_as_json(pictures: Sequence[Picture]) -> list[Any]:
-    """Return [digest in hexadecimal, grid] of each picture, values that JSON can express; images are left out."""
+    """Return a list with [digest in hexadecimal, grid as a list] for each picture, which JSON can express."""
     return [[picture.digest.hex(), list(picture.grid)] for picture in pictures]
 
 

@@ -13,7 +13,7 @@ from .vision import Vision, vision_of
 
 
 def as_list(images: Any) -> list[Any]:
-    """Return pictures as a list: [] for None, [images] for one picture."""
+    """Return [] for None, [images] for one picture (as in `opened`), else the list of the iterable `images`."""
     if images is None:
         return []
     single: Any = (str, Path, bytes, bytearray, memoryview, Picture, Image)
@@ -21,12 +21,13 @@ def as_list(images: Any) -> list[Any]:
 
 
 def opened(model: Any, images: Any, resize_shape: Any = None) -> list[Picture]:
-    """Return the pictures of a prompt for a model.
+    """Return a list of the pictures of a prompt for a model; [] without images, for any model.
 
-    images: one or several sources of `open_image`, opened ones, or `Picture`s, which are returned unchanged.
-    resize_shape: (width, height), or one number for both: each image is scaled to fit, with its ratio kept. Raises
-    ValueError for a model that reads no pictures, and for an image that cannot be opened. On several ranks, rank 0
-    opens them.
+    images: one or several sources of `open_image`, `Image`s, or `Picture`s, which are returned unchanged; None is no
+    image. resize_shape: (width, height) in pixels, or one number for both: each image is scaled down or up to fit
+    into that, with its ratio kept. Raises ValueError if there are images and the model reads none, for an image that
+    cannot be opened, and for another resize_shape. On several ranks, rank 0 opens them; on the others the pictures
+    have no images.
     """
     sources = as_list(images)
     if not sources:
@@ -61,10 +62,10 @@ def _opened(vision: Vision, sources: list[Any], box: tuple[int, int] | None) -> 
 
 
 def with_pictures(vision: Vision, tokens: Sequence[int], pictures: Sequence[Picture], start: int = 0) -> list[int]:
-    """Return a prompt's tokens in which each mark is replaced by the tokens of one picture.
+    """Return a prompt's tokens in which each `vision.mark` is replaced by the tokens of one picture, in their order.
 
-    Without a mark the pictures come first, after the first `start` tokens, each between the marks that the chat
-    template would write around it. Raises ValueError if the numbers of marks and pictures differ.
+    If there is no mark, all pictures are inserted after the first `start` tokens, each with the tokens around it that
+    a chat template writes (`vision.written`). Raises ValueError if there are marks, but not one for each picture.
     """
     tokens = list(tokens)
     if vision.mark not in tokens:
@@ -73,11 +74,11 @@ def with_pictures(vision: Vision, tokens: Sequence[int], pictures: Sequence[Pict
 
 
 def _box(resize_shape: Any) -> tuple[int, int] | None:
-    """Return (height, width) of a `resize_shape`, None without one; ValueError for any other value."""
+    """Return (height, width) of a `resize_shape` of `opened`, None for None; ValueError for other numbers."""
     if resize_shape is None:
         return None
     numbers = [resize_shape] * 2 if isinstance(resize_shape, int) else list(resize_shape)
     numbers = numbers * 2 if len(numbers) == 1 else numbers
     if len(numbers) != 2 or not all(type(number) is int and 1 <= number <= 1 << 16 for number in numbers):
-        raise ValueError(f"resize_shape={resize_shape!r}: expected a width and a height in pixels, from 1 to 65,536")
+        raise ValueError(f"resize_shape={resize_shape!r}: expected a number or (width, height), 1 to 65,536 pixels")
     return numbers[1], numbers[0]

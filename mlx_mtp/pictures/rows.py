@@ -1,7 +1,8 @@
-"""Represent pictures as tokens of a prompt, and compute the positions of rows before, in and behind them.
+"""Represent pictures as tokens of a prompt, and compute the positions of rows before, in and after them.
 
-A row of a picture is a negative token, a word of the picture's digest, so two prompts have equal tokens only if they
-have equal pictures. The first row's word contains the grid: the places of all pictures follow from the tokens alone.
+A row is one token of the prompt. A picture has many, all negative: they are words of its digest, so two prompts have
+equal tokens only if they have equal pictures. The first row's word contains the grid, so the places of all pictures
+follow from the tokens alone.
 """
 
 import hashlib
@@ -20,10 +21,11 @@ DIGEST = 28  # bytes of the words' digest: 35 bits in the first word, after the 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of a prompt, by the digest of everything that determines its features.
+    """A picture of a prompt for one model.
 
-    grid: (1, height, width) in rows of the prompt, each a merged block of patches. image: what is encoded if the
-    features are not stored (`Image`); it is no part of the picture's identity, and None once it is not needed.
+    digest: of everything that determines its features. grid: (1, height, width), where height times width is the
+    picture's number of rows, its tokens in a prompt. image: the `Image` that is encoded if the features are not
+    stored, or None; pictures that differ in it alone are equal.
     """
 
     digest: bytes
@@ -41,9 +43,9 @@ class Picture:
 
     @cached_property
     def words(self) -> tuple[int, ...]:
-        """WORDS negative integers of at least -2**63, of which row r has number r % WORDS.
+        """The different tokens of the picture, WORDS integers from -2**63 to -1; row r has the one at r % WORDS.
 
-        A picture of fewer rows has only the first ones.
+        A picture of fewer rows has only the first ones. They are computed from digest and grid.
         """
         _, height, width = self.grid
         content = repr(self.grid).encode() + self.digest
@@ -76,7 +78,10 @@ class Place(NamedTuple):
 
     @property
     def shift(self) -> int:
-        """The number added to the positions of later rows: a picture takes as many positions as its longer side."""
+        """The number, 0 or less, that is added to the positions of later rows.
+
+        A picture takes as many positions as its longer side has rows.
+        """
         return max(self.height, self.width) - self.height * self.width
 
 
@@ -84,9 +89,9 @@ Places = tuple[Place, ...]
 
 
 def places_in(tokens: Sequence[int]) -> Places:
-    """Return the places of the pictures in a sequence of tokens, whose last picture may be incomplete.
+    """Return the places of the pictures in a sequence of tokens, in order; the last picture may be cut at its end.
 
-    Raises ValueError for negative tokens that are no picture's.
+    Raises ValueError for other negative tokens, and a picture that is cut before the end of the sequence.
     """
     if min(tokens, default=0) >= 0:
         return ()
@@ -100,7 +105,7 @@ def places_in(tokens: Sequence[int]) -> Places:
         present = list(tokens[row : row + height * width])
         words = tuple(present[:WORDS])
         if height > MOST or (row + len(present) < count and len(present) < height * width):
-            raise ValueError(f"tokens: the picture at token {row} is incomplete")
+            raise ValueError(f"tokens: the picture at token {row} is incomplete, or is none")
         if present != list(islice(cycle(words), len(present))) or max(words) >= 0:
             raise ValueError(f"tokens: the picture at token {row} is not followed by its own rows")
         found.append(Place(row, height, width, words))
@@ -109,25 +114,25 @@ def places_in(tokens: Sequence[int]) -> Places:
 
 
 def mark_ids(tokens: Iterable[int], mark: int) -> list[int]:
-    """Return tokens in which each row of a picture is replaced by `mark`, the id of the mark in the chat template."""
+    """Return tokens in which each negative one, a picture's row, is replaced by `mark`; their number is the same."""
     return [token if token >= 0 else mark for token in tokens]
 
 
 def shift_at(places: Places, row: int) -> int:
-    """Return the difference between the position of a text row and its number: 0 or less."""
+    """Return the position of a text row minus its index in the sequence: 0 or less."""
     return sum(place.shift for place in places if place.end <= row)
 
 
 def edge_after(places: Places, row: int) -> int | None:
-    """Return the first row after `row` at which a picture begins or ends; None if there is none."""
+    """Return the first index above `row` of a picture's first row, or of the row after a picture; None if none is."""
     return next((edge for place in places for edge in (place.first, place.end) if edge > row), None)
 
 
 def positions_of(places: Places, begin: int, end: int) -> np.ndarray:
-    """Return the positions of rows begin..end-1 on the three axes, int32 [3, end - begin].
+    """Return the rotary positions of rows begin..end-1 on three axes (frame, y, x), int32 [3, end - begin].
 
-    A text row has one position on all axes. Row (y, x) of a picture that begins at position p has (p, p + y, p + x);
-    the next row has p plus the picture's longer side.
+    places: all pictures before `end`. A text row has the same position on all axes. Row (y, x) of a picture that
+    begins at position p has (p, p + y, p + x); the next row after the picture has p plus the picture's longer side.
     """
     found = np.tile(np.arange(begin, end, dtype=np.int32), (3, 1))
     for place in places:

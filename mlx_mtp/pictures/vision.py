@@ -18,7 +18,11 @@ Grid = tuple[int, int, int]
 
 
 class Tower(Protocol):
-    """The module that encodes pictures (`models.vision`)."""
+    """The module that encodes pictures (`models.vision`).
+
+    scratch: returns the bytes of memory that encoding a picture needs besides the weights. stages: encodes patches,
+    and yields after each part of the work; the last array is the features [rows, H].
+    """
 
     def scratch(self, grid: Grid) -> int: ...
 
@@ -26,7 +30,10 @@ class Tower(Protocol):
 
 
 class Pixels(Protocol):
-    """What prepares pictures for a tower (`models.vision`)."""
+    """The preparation of pictures for a tower (`models.vision`).
+
+    grid: as `Vision.grid`. patches: returns the input of `Tower.stages` for RGB values, uint8 [height, width, 3].
+    """
 
     def grid(self, height: int, width: int, most: int | None = None) -> Grid: ...
 
@@ -34,11 +41,11 @@ class Pixels(Protocol):
 
 
 class Vision:
-    """What a model needs to read pictures; the tower's weights are read when the first picture is encoded.
+    """A model's vision tower with the features that it has computed; its weights are read at the first encoding.
 
     mark: the token that stands for a picture in a rendered chat template. written: all tokens that the template
-    writes for a picture. limits: of pictures, for `open_image`. nbytes: bytes of the tower's weights. summary: the
-    tower, for the report.
+    writes for a picture, of which the mark is one. limits: of pictures, for `open_image`. nbytes: bytes of the
+    tower's weights. summary: the tower in words, for the report.
     """
 
     def __init__(
@@ -54,9 +61,9 @@ class Vision:
         limits: Limits = LIMITS,
         stored: int = LIMIT,
     ):
-        """Read nothing yet: `open_pixels`, `read` and `fingerprint` are called once, when they are first needed.
+        """Read nothing: `open_pixels`, `read` and `fingerprint` are each called once, when first needed.
 
-        stored: maximum bytes of features that are kept.
+        stored: maximum bytes of features that are kept; pinned ones may exceed it. Other arguments: see the class.
         """
         self.mark, self.nbytes, self.summary, self.limits = mark, nbytes, summary, limits
         self.written = written or (mark,)
@@ -73,7 +80,7 @@ class Vision:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of the tower and of the processor's settings, on which the features of a picture depend."""
+        """A digest, as text, of the tower and its image processor's settings, which determine features."""
         return self._fingerprint()
 
     @property
@@ -82,14 +89,14 @@ class Vision:
         return "_tower" in vars(self)
 
     def grid(self, height: int, width: int, most: int | None = None) -> Grid:
-        """Return (1, h, w): the size, in rows of the prompt, of a picture with this size in pixels.
+        """Return (1, h, w), where h * w is the number of tokens of a picture with this size in pixels.
 
         most: maximum number of pixels after resizing, if that is less than the processor's own.
         """
         return self._pixels.grid(height, width, most)
 
     def picture(self, image: Image, most: int | None = None) -> Picture:
-        """Return the picture that an opened image is in a prompt. most: as in `grid`. Nothing is encoded."""
+        """Return the `Picture` of an opened image, which is not encoded. most: as in `grid`."""
         digest = hashlib.blake2b(image.digest + self.fingerprint.encode(), digest_size=32).digest()
         return Picture(digest, self.grid(*image.size, most), image)
 
@@ -98,10 +105,7 @@ class Vision:
         return self._store.get(picture)
 
     def features(self, picture: Picture) -> mx.array:
-        """Return the features [rows, H] of a picture, in the tower's type: stored ones, else they are encoded.
-
-        ValueError if they are not stored and the picture has no image.
-        """
+        """Return the features [rows, H] of a picture: stored ones, else those of `stages`, with its ValueErrors."""
         rows = self.stored(picture)
         if rows is None:
             for rows in self.stages(picture):  # noqa: B007 - the last
@@ -110,9 +114,10 @@ class Vision:
         return rows
 
     def stages(self, picture: Picture) -> Iterator[mx.array]:
-        """Encode a picture, and yield after each evaluated part of the work; the last array is the features.
+        """Encode a picture, and yield an evaluated array after each part of the work; the last is its features.
 
-        The features are then stored. ValueError as in `features`, for damaged weights, and if memory is too small.
+        They are stored when the iterator ends. ValueError if the picture has no image, for damaged weights, and if
+        memory is too small.
         """
         if picture.image is None:
             raise ValueError("a picture's features are no longer stored, and its image is not there; give it again")
@@ -126,16 +131,16 @@ class Vision:
         self._store.put(Picture(picture.digest, picture.grid), rows)
 
     def keep_at_most(self, nbytes: int) -> None:
-        """Set the maximum bytes of stored features."""
+        """Set the maximum bytes of stored features; it applies from the next features stored or unpinned on."""
         self._store.limit = nbytes
 
     def pinned(self, pictures: Iterable[Picture]) -> AbstractContextManager[None]:
-        """Return a context in which the features of these pictures stay stored."""
+        """Return a context in which features of these pictures, stored before or inside it, are not dropped."""
         return self._store.pinned(Picture(picture.digest, picture.grid) for picture in pictures)
 
 
 def vision_of(model: Any) -> Vision:
-    """Return what encodes pictures for a model; ValueError, with the reason, if it reads none."""
+    """Return a model's `Vision`; ValueError, with the reason, if the model reads no pictures."""
     if model.vision is None:
         raise ValueError(model.runtime.blind)
     return model.vision

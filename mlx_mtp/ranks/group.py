@@ -45,7 +45,10 @@ class Ranks:
         return [json.loads(bytes(row[:length])) for row, length in zip(received, lengths, strict=True)]
 
     def broadcast_array(self, array: mx.array | None, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-        """Return rank 0's `array`, of this shape and type, with the same bits on every rank; others' are ignored."""
+        """Return rank 0's `array`, evaluated, with the same bits on every rank; arrays of other ranks are ignored.
+
+        shape, dtype: of the array, the same on every rank; AssertionError on rank 0 if its array has others.
+        """
         with in_turn():
             own = array if array is not None and self.rank == 0 else mx.zeros(shape, dtype)
             assert (own.shape, own.dtype) == (shape, dtype)

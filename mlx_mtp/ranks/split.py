@@ -69,8 +69,7 @@ def check_divides(model: Any, ranks: int, name: str) -> None:
     """Raise ValueError if the model cannot be split over this number of ranks.
 
     It cannot if mlx-lm does not split its family, if a layer's weights are in GGUF's block formats, or if the ranks
-    do not divide a number of heads or of columns; a number of key-value heads may instead divide
-    that of the ranks.
+    do not divide a number of heads or of columns; a number of key-value heads may instead divide that of the ranks.
     """
     if not hasattr(model, "shard"):
         raise ValueError(f"ranks={ranks}: mlx-lm has no way to split model_type {name!r}; allowed is 1")

@@ -1,1 +1,1 @@
-"""Train MTP heads for a model: record its choices, train on them, compare held-out acceptance, write a sidecar."""
+"""Train MTP heads: record the model's most likely tokens, train on them, measure on held-out text, write a file."""

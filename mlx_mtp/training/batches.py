@@ -10,11 +10,12 @@ from .recording import Document, Recording
 
 
 class Batch(NamedTuple):
-    """B rows of L + 1 positions of packed documents.
+    """B rows of L + 1 positions; each row is cut from documents that follow one another.
 
-    hidden: the target's rows [B, L + 1, width]. tokens, choices, starts: int32 [B, L + 1]: the tokens, the target's
-    most likely next token after each, and the first position of each one's document in its row. counted: bool
-    [B, L + 1], whether the next token is one that the target may write. keys: of each row's random numbers [B, 2].
+    hidden: the target's hidden states, float16 [B, L + 1, width]. tokens, choices, starts: int32 [B, L + 1]: the
+    tokens, the target's most likely next token after each, and the index in the row where the token's document
+    begins. counted: bool [B, L + 1], whether a draft of the token after this one is trained or measured. keys: a key
+    of `mx.random` for each row, [B, 2].
     """
 
     hidden: mx.array
@@ -28,10 +29,12 @@ class Batch(NamedTuple):
 def batches(
     recording: Recording, documents: Sequence[Document], rows: int, length: int, seed: int
 ) -> Iterator[Batch]:
-    """Yield the batches of one epoch: documents in an order given by the seed, one after another, cut into rows.
+    """Yield the batches of one epoch: the documents are shuffled, joined and cut into rows, which are shuffled again.
 
-    rows: of a batch. length: L of `Batch`. The last tokens, too few for a row, and the last rows, too few for a
-    batch, are left out; with too few for one batch, the documents are repeated.
+    rows: B of `Batch`. length: L of `Batch`; the last position of a row is also the first one of the row that follows
+    in the text. seed: of both orders. The last tokens, too few for a row, and the last shuffled rows, too few for a
+    batch, are left out; if all documents together are too few for one batch, they are repeated. All positions are
+    `counted`.
     """
     order = np.random.default_rng(seed).permutation(len(documents))
     total = sum(documents[i].end - documents[i].first for i in order)
@@ -59,7 +62,10 @@ def batches(
 
 
 def alone(recording: Recording, document: Document) -> Batch:
-    """Return a batch of one row with a whole document."""
+    """Return a batch of one row with all tokens of a document, of which L + 1 is the number.
+
+    A position is `counted` if the token after it is in the document's answer; the last position is, too.
+    """
     hidden, pairs = recording.arrays()
     places = np.arange(document.first, document.end)
     return Batch(

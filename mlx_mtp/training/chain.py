@@ -1,10 +1,11 @@
-"""Compute the chain of drafts at every position of a text at once, as decoding computes it row by row.
+"""Compute the drafts of all depths at every position of a text at once; decoding computes them one after another.
 
-Position i of every head reads the token at i + 1 and, at depth 0, the target's hidden row i; at depth j > 0 it reads
-depth j-1's output at position i - 1, and its logits predict the token at i + 2. In decoding the tokens up to i + 1
-are accepted ones or drafts. Chained heads attend to their own earlier rows. A recycled head, which drafts at depth
-j from its own output, attends to its rows of depth 0 up to position i - j, which have read the target's hidden rows,
-and behind them to one row of each depth up to j, those of the drafts in the same cycle.
+Depth j is the index of a draft in its cycle, from 0. Position i at every depth reads the token at i + 1, and its
+logits predict the token at i + 2. It also reads the target's hidden row i at depth 0, and at depth j > 0 what the
+head's `feedback` returned at depth j - 1 and position i - 1. In decoding the tokens up to i + 1 are accepted ones or
+drafts. Heads of a chain attend to their own earlier rows. A recycled head, which computes all depths, attends to its
+rows of depth 0 up to position i - j, which have read the target's hidden rows, and after them to one row of each
+depth from 1 to j: the drafts of the same cycle.
 """
 
 from functools import partial
@@ -17,11 +18,12 @@ Parts = tuple[mx.array, ...]
 
 
 class ChainCache:
-    """Keys and values of one head at one depth, for rows [B, L] of packed documents.
+    """The cache that a head's block receives at one depth, for B rows of L positions of joined documents.
 
-    starts: int32 [B, L], the first position of each position's document in its row. window: number of positions that
-    the head's attention reads; None for all. depth: of the draft. earlier: of a recycled head, its keys and values at
-    each earlier depth. recycled: whether the head is.
+    starts: int32 [B, L], the index in its row where each position's document begins. window: number of last positions
+    that the head's attention reads; None for all. depth: index of the draft in its cycle, from 0. earlier: of a
+    recycled head, the `parts` of each earlier depth; empty for other heads. recycled: whether one head computes all
+    depths. parts: the arrays that the block has stored at this depth, () before.
     """
 
     offset = 0  # of the rotary embedding: all depths have the same positions
@@ -31,14 +33,18 @@ class ChainCache:
         self.parts: Parts = ()
 
     def update_and_fetch(self, *arrays: mx.array) -> Any:
-        """Store keys, values and others of this depth; return them behind those of earlier depths."""
+        """Store this depth's arrays (keys, values, ...) [B, heads, L, D]; return each appended to earlier depths'.
+
+        The result is a tuple of one array for each argument, joined along axis 2, depth 0 first.
+        """
         self.parts = arrays
         return tuple(mx.concatenate(list(kind), axis=2) for kind in zip(*self.earlier, arrays, strict=True))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        """Return the boolean mask [B, 1, N, keys] of N = L positions; the other arguments are ignored.
+        """Return the mask of the attention, bool [B, 1, N, keys], True where a position attends; N is L.
 
-        A position without earlier rows of its document attends to itself, so that its softmax is defined.
+        keys is N, or for a recycled head N for each depth up to this one. The other arguments are ignored. Every
+        position attends to its own row of this depth, so that its softmax is defined.
         """
         query, key = mx.arange(N)[:, None], mx.arange(N)[None]
         lag = self.depth if self.recycled else 0
@@ -56,11 +62,12 @@ class ChainCache:
 def chain(
     model: Any, rows: mx.array, tokens: mx.array, starts: mx.array, depths: int, *, checkpoint: bool = False
 ) -> list[mx.array]:
-    """Return the heads' outputs [B, L, H] of `depths` drafts, before the norm, for each position of packed documents.
+    """Return a list of the outputs [B, L, H] of `depths` drafts, before the head's norm; the first draft's is first.
 
-    rows: the first head's input [B, L, H] from `capture`. tokens: int32 [B, L], the token after each position.
-    starts: as in ChainCache. checkpoint: compute a depth again for its gradient instead of keeping its intermediate
-    values. The output of depth j at position i is undefined where i - j precedes the document.
+    The last of model.mtp computes all depths for which there is no head. rows: the first head's input [B, L, H] from
+    `model.capture`. tokens: int32 [B, L], the token after each position. starts: as in ChainCache. checkpoint:
+    compute a depth again for its gradient instead of keeping its intermediate values. The output of depth j at
+    position i is meaningless where position i - j is not in the document of position i.
     """
     recycled, windows = model.spec.topology == "recycle", model.head_windows()
     outputs, hidden, earlier = list[mx.array](), rows, list[Parts]()
@@ -89,7 +96,10 @@ def _head(
     hidden: mx.array,
     *flat: mx.array,
 ) -> tuple[mx.array, ...]:
-    """Return a head's output at one depth, and its keys, values and others there. flat: those of earlier depths."""
+    """Return a head's output [B, L, H] at one depth, followed by the `parts` of its cache (keys, values, ...).
+
+    embeddings, hidden: the head's inputs [B, L, H]. flat: of a recycled head, the parts of all earlier depths.
+    """
     kinds = len(flat) // max(depth, 1)
     earlier = [flat[i * kinds : (i + 1) * kinds] for i in range(depth)] if flat else []
     cache = ChainCache(starts, window, depth, earlier, recycled=recycled)

@@ -1,4 +1,4 @@
-"""Estimate the memory and time of a training before they are spent, and choose the batch that fits."""
+"""Estimate the memory, disk and time that a training needs, and choose the number of rows of a batch that fits."""
 
 import time
 from dataclasses import dataclass
@@ -26,10 +26,11 @@ ROOM = 0.8  # share of the available memory that a training may use
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a training needs. memory: bytes besides the model's. disk: bytes of the recording. seconds: of all work.
+    """What a training is estimated to need.
 
-    checkpoint: whether a depth's intermediate values are computed again for its gradient instead of being kept.
-    rows: of a batch.
+    memory: bytes besides the loaded model's. disk: bytes of what is recorded. seconds: of recording and of training
+    steps, without measurements. rows: of a batch. checkpoint: whether a depth's intermediate values are computed
+    again for its gradient instead of being kept.
     """
 
     memory: int
@@ -47,7 +48,11 @@ class Estimate:
 
 
 def memory_of(workshop: Workshop, rows: int, length: int, *, checkpoint: bool) -> int:
-    """Return the estimated bytes of parameters, gradients, optimizer and intermediate values of a training step."""
+    """Return the estimated bytes that a training step needs besides the model's own.
+
+    These are the heads in training, their gradients, AdamW's state, the float copy of the LM head, and intermediate
+    values for `rows` rows of `length` positions. checkpoint: as in `chain`.
+    """
     parameters: Any = tree_flatten(workshop.trained.trainable_parameters())
     trained = sum(w.nbytes for _, w in parameters)
     fixed = nbytes(workshop.trained.parameters()) + workshop.teacher.weight.nbytes
@@ -63,9 +68,10 @@ def memory_of(workshop: Workshop, rows: int, length: int, *, checkpoint: bool) -
 
 
 def fit(workshop: Workshop, rows: int | None, length: int) -> tuple[int, bool]:
-    """Return (rows of a batch, whether to checkpoint) that fit into ROOM of the available memory.
+    """Return (rows of a batch, whether to checkpoint) whose `memory_of` is at most ROOM of the available memory.
 
-    rows: the user's number, which is not changed; None chooses 8, or fewer. ValueError if nothing fits.
+    rows: the user's number, which is returned unchanged; None chooses the most of 8, 4, 2 and 1 that fit.
+    Checkpointing is chosen if that number does not fit without. ValueError if nothing fits.
     """
     room = int(ROOM * available().bytes)
     for tried in (rows,) if rows else (8, 4, 2, 1):
@@ -73,18 +79,21 @@ def fit(workshop: Workshop, rows: int | None, length: int) -> tuple[int, bool]:
             if memory_of(workshop, tried, length, checkpoint=checkpoint) <= room:
                 return tried, checkpoint
     needed = memory_of(workshop, rows or 1, length, checkpoint=True)
-    smaller = "a smaller batch or " if rows and rows > 1 else ""
+    smaller = "give a smaller batch, or " if rows and rows > 1 else ""
     raise ValueError(
-        f"training needs {needed / 1e9:.1f} GB and {room / 1e9:.1f} GB can be used; give {smaller}a draft vocabulary"
+        f"training needs {needed / 1e9:.1f} GB and {room / 1e9:.1f} GB can be used; {smaller}"
+        "use a smaller draft vocabulary for new heads, low-rank updates (rank) for quantized heads"
     )
 
 
 def estimate(
     workshop: Workshop, tokens: int, seen: int, rows: int, length: int, *, checkpoint: bool, write: bool
 ) -> Estimate:
-    """Return the estimate for recording `tokens` and training on `seen` tokens, from one timed read and one step.
+    """Return the estimate for recording `tokens` tokens and training on `seen` tokens, those of all epochs.
 
-    write: the target writes the texts itself, at an assumed quarter of the speed at which it reads them.
+    It is computed from two timed computations: the target reads TRIED tokens, and the gradient of one row of `length`
+    positions, without checkpointing. rows, checkpoint: of the training. write: the target writes the texts itself,
+    which is assumed to take four times as long as reading them.
     """
     model = workshop.model
     width = model.no_hidden().shape[-1]
@@ -112,7 +121,7 @@ def _blank(rows: int, length: int, width: int) -> Batch:
 
 
 def duration(seconds: float) -> str:
-    """Return a time as text, in hours, minutes or seconds."""
+    """Return a time in seconds as text: in seconds below 90, in hours from 5,400 on, else in minutes."""
     if seconds >= 5400:
         return f"{seconds / 3600:.1f} hours"
     return f"{seconds / 60:.0f} minutes" if seconds >= 90 else f"{seconds:.0f} seconds"

@@ -1,4 +1,4 @@
-"""Prepare MTP heads for training, as float copies of a model's own or as new ones, and quantize the result."""
+"""Prepare MTP heads for training, as copies of a model's own or as new ones, and quantize the trained heads."""
 
 import copy
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ Formats = dict[str, dict[str, Any]]
 
 
 class Trained(nn.Module):
-    """The heads that a training changes, in a module of their own: gradients are of these parameters only."""
+    """A module whose list `mtp` contains heads, so that a gradient of this module is one of these heads alone."""
 
     def __init__(self, heads: Sequence[nn.Module]):
         super().__init__()
@@ -34,12 +34,13 @@ class Trained(nn.Module):
 
 @dataclass
 class Workshop:
-    """A model whose `mtp` holds float heads during a training.
+    """A model whose `mtp` contains the heads in training, and what is needed to train and to finish them.
 
-    trained: these heads. teacher: the LM head over the tokens that are drafted, a float copy of the target's rows.
-    ranks: int32 [V], each token's index in that LM head; -1 for tokens that are not drafted. depths: of the chain.
-    formats: the quantization of each module in the finished heads, by path. before: the model's heads and their
-    wiring, which `restore` puts back.
+    trained: the module with these heads. teacher: an LM head over the tokens that the heads draft, a float copy of
+    the target's rows. ranks: int32 [V], each token's index in that LM head; -1 for tokens that are not drafted.
+    depths: number of drafts of a cycle in the training. formats: group size, bits and mode of each module to quantize
+    in the finished heads, by path in `trained`. before: the model's `mtp` and `spec`, which `restore` puts back.
+    shared: for each head, whether `teacher` is its LM head, which is then not trained.
     """
 
     model: Any
@@ -52,13 +53,15 @@ class Workshop:
     shared: list[bool] = field(default_factory=list)
 
     def restore(self) -> None:
-        """Put the model's heads of before the training back."""
+        """Set `mtp` and `spec` of the model to those before the training."""
         self.model.mtp, self.model.spec = self.before
 
     def finished(self) -> list[Any]:
-        """Return quantized copies of the trained heads; new ones have the target's rows of their draft vocabulary.
+        """Return a list of evaluated copies of the trained heads, quantized to `formats`; low-rank updates are added.
 
-        Their floating-point numbers have the types that the heads had before, those of new heads the target's.
+        A head of `tune-heads --new` with a draft vocabulary gets the target's LM-head rows of it as its LM head. A
+        floating-point parameter has the type of the parameter with the same path in the heads before the training,
+        else of the target's last norm.
         """
         heads = Trained([copy.deepcopy(head) for head in self.trained.mtp])
         for head, shared in zip(heads.mtp, self.shared, strict=True):
@@ -80,17 +83,18 @@ class Workshop:
 
 
 def _as_before(old: dict[str, mx.array], usual: mx.Dtype, path: str, w: mx.array) -> mx.array:
-    """Return a floating-point parameter with the type that it has in `old`, by path, else with `usual`."""
+    """Return `w`, if it is of floating point, in the type of old[path], or in `usual` if `old` lacks the path."""
     if not mx.issubdtype(w.dtype, mx.floating):
         return w
     return w.astype(old[path].dtype if path in old else usual)
 
 
 def existing(model: Any, dtype: mx.Dtype, rank: int | None = None) -> Workshop:
-    """Return a workshop with float copies of the model's heads, each with an LM head.
+    """Return a workshop with copies of the model's heads in `dtype`, which become `model.mtp`.
 
-    rank: keep the quantized matrices, and train only low-rank updates of them. ValueError for heads in a format that
-    MLX cannot quantize to, or with a rank for heads that are not quantized.
+    rank: leave quantized matrices quantized, and train only low-rank updates of this rank; None dequantizes the
+    matrices and trains all parameters, except embeddings and the target's LM head. ValueError for heads in a format
+    that MLX cannot quantize to, or with a rank for heads that are not quantized.
     """
     before = model.mtp, model.spec
     heads = Trained([copy.deepcopy(head) for head in model.mtp])
@@ -105,7 +109,7 @@ def existing(model: Any, dtype: mx.Dtype, rank: int | None = None) -> Workshop:
 
 
 def _add_low_rank(heads: Trained, rank: int) -> None:
-    """Add a low-rank update to every quantized matrix; only these updates are trained."""
+    """Add a low-rank update to every quantized linear layer, also of experts, and freeze all other parameters."""
     heads.freeze()
     for path, module in heads.named_modules():
         kinds = {nn.QuantizedLinear: LoRALinear, QuantizedSwitchLinear: LoRASwitchLinear}
@@ -119,8 +123,9 @@ def _add_low_rank(heads: Trained, rank: int) -> None:
 def new(model: Any, tokens: Sequence[int] | None, depths: int, bits: int | None, dtype: mx.Dtype) -> Workshop:
     """Return a workshop with one new recycled head, initialised from the target's last layer with attention.
 
-    tokens: ids that it drafts; None for all. depths: drafts that the training chains. bits: of the finished head;
-    None leaves it in `dtype`.
+    The head becomes `model.mtp`, and `model.spec` describes it. tokens: ids that it drafts; None for all. depths:
+    drafts of a cycle in the training. bits: of the finished head's matrices; None does not quantize it. dtype: of the
+    parameters in training. ValueError if no layer has attention.
     """
     before = model.mtp, model.spec
     model.spec = replace(TUNED, draft_vocab=0 if tokens is None else len(tokens))
@@ -142,7 +147,10 @@ def new(model: Any, tokens: Sequence[int] | None, depths: int, bits: int | None,
 
 
 def set_scale(workshop: Workshop, hidden: mx.array) -> None:
-    """Scale a new head's `eh_proj` so that its layer reads rows as large as the target's rows `hidden` are."""
+    """Multiply a new head's `eh_proj` by the median root mean square of rows `hidden` [n, width] of the target.
+
+    Its layer then reads rows of about the size that it had as the target's layer.
+    """
     head = workshop.trained.mtp[0]
     rms = mx.sqrt((hidden.astype(mx.float32) ** 2).mean(axis=-1))
     head.eh_proj.weight = head.eh_proj.weight * mx.sort(rms)[rms.size // 2].astype(head.eh_proj.weight.dtype)
@@ -175,7 +183,7 @@ def _open(model: Any, heads: Trained, formats: Formats, depths: int, before: Any
 
 
 def _teacher(model: Any, head: Any, dtype: mx.Dtype) -> tuple[nn.Linear, mx.array]:
-    """Return (a float copy of the target's LM-head rows of the drafted tokens, each token's index in it)."""
+    """Return `teacher` and `ranks` of `Workshop` for the tokens that `head` drafts. dtype: of the LM head."""
     whole: Any = model.unembedding()
     rows = mx.arange(whole["weight"].shape[0])
     if "d2t" in head:
@@ -199,7 +207,10 @@ def _formats(heads: Trained) -> Formats:
 
 
 def _new_formats(heads: Trained, bits: int) -> Formats:
-    """Return the formats of a new head: every matrix of its layer and `eh_proj`, in groups of 64, else of 32."""
+    """Return the formats of a new head's matrices by path: groups of 64, or of 32 where 64 does not divide the width.
+
+    Matrices whose width 32 does not divide are left out, and so stay unquantized.
+    """
     found: Formats = {}
     for path, module in heads.named_modules():
         if hasattr(module, "to_quantized") and "weight" in module:

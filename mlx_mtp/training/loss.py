@@ -1,4 +1,4 @@
-"""Compute the loss of a chain of drafts, by the target's choices and its distribution over the draft vocabulary."""
+"""Compute the loss of drafts by the target's most likely tokens and its probabilities of the tokens drafted."""
 
 from typing import Any
 
@@ -22,12 +22,15 @@ def chain_loss(
     checkpoint: bool = False,
     noise: float = 0.0,
 ) -> tuple[mx.array, mx.array]:
-    """Return (the loss to minimise, per depth [2, depths]: the share of right drafts, and their mean loss in nats).
+    """Return (the loss, a scalar; by depth, [2, depths], the share of right drafts and the mean loss in nats).
 
-    heads: module whose list `mtp` holds the trained heads; model.mtp holds the same ones. teacher: the target's LM
-    head over the tokens that are drafted. ranks: int32 [V], each token's index in the heads' LM head, -1 for tokens
-    that are not drafted: positions where the target chooses such a token have no loss, and count as wrong.
-    checkpoint: as in `chain`. noise: as in `noisy`.
+    A draft is right if it is the target's most likely token. The loss is the mean over depths of the mean `imitation`
+    loss, with weights LATER ** depth; a mean over no positions is 0. Positions that are not `counted`, and those
+    whose draft depends on another document, are left out. heads: module whose list `mtp` contains the heads of
+    `model.mtp`; it is not used. batch: the fields of `Batch`. teacher: the target's LM head over the tokens that are
+    drafted. ranks: int32 [V], each token's index in the heads' LM head, -1 for tokens that are not drafted: positions
+    where the target chooses such a token have no loss, and count as wrong. depths: drafts of a cycle. checkpoint: as
+    in `chain`. noise: `share` of `noisy`.
     """
     del heads  # its parameters are those of model.mtp
     given = Batch(*batch)
@@ -53,13 +56,16 @@ def chain_loss(
 
 
 def centred(logits: mx.array) -> mx.array:
-    """Return logits [B, L, n] as float32 [B * L, n] whose greatest is 0, which changes no probability."""
+    """Return logits [B, L, n] as float32 [B * L, n], less the maximum of each row, which changes no probability."""
     flat = logits.astype(mx.float32).reshape(-1, logits.shape[-1])
     return flat - mx.stop_gradient(flat).max(axis=-1, keepdims=True)
 
 
 def noisy(rows: mx.array, key: mx.array, share: float) -> mx.array:
-    """Return rows [..., H] with normal noise of this share of each row's root mean square (as EAGLE, 2401.15077)."""
+    """Return rows [..., H] plus normal noise, whose deviation is `share` of each row's root mean square.
+
+    As in EAGLE (arXiv 2401.15077). share 0 returns the rows themselves.
+    """
     if not share:
         return rows
     size = mx.sqrt((rows.astype(mx.float32) ** 2).mean(axis=-1, keepdims=True))

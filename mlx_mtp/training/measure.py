@@ -18,7 +18,7 @@ INTERVAL = 2.5, 97.5  # percentiles
 
 @dataclass(frozen=True)
 class Share:
-    """A mean over held-out positions, and its 95% interval from a bootstrap over blocks of BLOCK positions."""
+    """A mean over positions, and the ends of its 95% interval from a bootstrap over blocks of BLOCK positions."""
 
     mean: float
     low: float
@@ -32,8 +32,9 @@ class Share:
 class Acceptance:
     """The acceptance of a model's heads on held-out documents.
 
-    depths: per depth, the share of drafts that equal the target's choice where all earlier drafts of the cycle do.
-    cycle: tokens per cycle with all depths. positions: the number of measured positions.
+    depths: for each draft of a cycle, the share that equals the target's most likely token, of the positions where
+    all earlier drafts of the cycle do. cycle: mean accepted drafts of a cycle, plus 1 for the target's own token.
+    positions: the number of measured positions.
     """
 
     depths: tuple[Share, ...]
@@ -42,13 +43,15 @@ class Acceptance:
 
 
 def measure(model: Any, recording: Recording, documents: Sequence[Document], depths: int) -> Acceptance:
-    """Return the acceptance at the positions of the documents at which the target may write the next token.
+    """Return the acceptance of `model.mtp` at the positions of the documents' answers.
 
-    The tokens of the documents are read as given. depths: drafts of a cycle. ValueError if no position is measured.
+    Target and heads read the tokens of the documents, also where the target's choice or a draft was another token.
+    depths: drafts of a cycle; a document's last positions, which lack recorded choices for all drafts, are left out.
+    ValueError if no position is measured.
     """
     counts = np.concatenate([counts_of(model, recording, document, depths) for document in documents])
     if not counts[:, 0].sum():
-        raise ValueError("the held-out texts have no position to measure; give more text")
+        raise ValueError("no position of the held-out texts can be measured; give more or longer texts")
     draws = np.random.default_rng(0).integers(0, len(counts), (DRAWS, len(counts)))
     sums = counts[draws].sum(axis=1)
     total = counts.sum(axis=0)
@@ -63,8 +66,11 @@ def _share(part: float, whole: float, parts: np.ndarray, wholes: np.ndarray) -> 
 
 
 def counts_of(model: Any, recording: Recording, document: Document, depths: int) -> np.ndarray:
-    """Return of each block of a document [n, 1 + depths]: the measured positions, and for each depth those at which
-    all drafts up to that depth are right."""
+    """Return counts [n, 1 + depths] for a document's n blocks of BLOCK positions; the last block may be shorter.
+
+    Column 0 is the number of measured positions, column 1 + j the number of those at which drafts 0 to j all equal
+    the target's choices. A document of at most `depths` tokens is one block of zeros.
+    """
     given = alone(recording, document)
     hidden = given.hidden.astype(model.model.norm.weight.dtype)
     count = given.tokens.shape[1] - depths  # positions whose last draft has a choice to compare with

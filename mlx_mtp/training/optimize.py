@@ -1,4 +1,4 @@
-"""Make a training step: clipped AdamW, or Muon for matrices; data parallel over CPU streams."""
+"""Make training steps with AdamW, or Muon for matrices, and clipped gradients; on a CPU on several streams."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,10 @@ WARMUP_STEPS, DECAY = 50, 0.3
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warmup over 4% of the steps, then a cosine down to 2% of the peak."""
+    """Return the rate of step `step` (from 0) of `steps`: linear warmup over 4% of them, then a cosine.
+
+    The warmup has at least one step. The cosine falls from `peak` towards 2% of it.
+    """
     warmup = max(1, steps // 25)
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -26,13 +29,20 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 def trapezoid(step: int, steps: int, peak: float) -> float:
-    """Linear warmup over WARMUP_STEPS, the peak, and a linear decay to zero over the last DECAY of the steps."""
+    """Return the rate of step `step` (from 0) of `steps`: linear warmup over WARMUP_STEPS, `peak`, linear decay.
+
+    The decay to zero takes the share DECAY of the steps; where warmup and decay overlap, the smaller rate counts.
+    """
     left = (steps - step) / (DECAY * steps)
     return peak * min(1.0, (step + 1) / WARMUP_STEPS, left)
 
 
 class MuonAndAdam(optimizers.MultiOptimizer):
-    """Muon for the matrices among the parameters, at MUON_RATE times the learning rate of Adam for the rest."""
+    """An optimizer: Muon for the parameters for which `is_matrix` returns True, `adam` for the others.
+
+    is_matrix: receives a parameter's path and the parameter. `learning_rate` is that of `adam`; Muon's is MUON_RATE
+    times as large.
+    """
 
     def __init__(self, adam: optimizers.Optimizer, is_matrix: Callable[[str, mx.array], bool]):
         super().__init__([optimizers.Muon(learning_rate=0.0, weight_decay=0.0), adam], [is_matrix])
@@ -47,10 +57,12 @@ class MuonAndAdam(optimizers.MultiOptimizer):
 
 
 class Trainer:
-    """Model, loss, optimizer and streams of one phase; in a later phase the fresh optimizer warms up again.
+    """Updates of a model's trainable parameters, by a new optimizer, for the steps from `first` on.
 
-    is_matrix: whether Muon updates the parameter of a path; AdamW updates the others, by default all. streams: on a
-    CPU; the number of rows of every batch is a multiple of this.
+    loss: receives the model and the arrays of a batch; returns (the loss, an array to report). first: if not 0, the
+    rate rises linearly to that of the schedule over RESTART_STEPS. steps: in all. peak: the highest rate. is_matrix:
+    whether Muon updates a parameter, by its path and itself; None: AdamW updates all. streams: number of streams on a
+    CPU, which divides the number of rows of every batch. schedule: (step, steps, peak) -> rate.
     """
 
     def __init__(
@@ -73,7 +85,11 @@ class Trainer:
         self.gradient = nn.value_and_grad(model, loss)
 
     def step(self, index: int, *batch: mx.array) -> mx.array:
-        """One update on arrays of B rows, a part on each stream; returns the mean of the loss's second value."""
+        """Update the model in step `index`, from 0; return the mean of the loss's second value over the streams.
+
+        batch: arrays of B rows, of which each stream computes an equal part. Gradients are averaged, and scaled down
+        to the norm GRADIENT_NORM if theirs is larger.
+        """
         shares = []
         count = len(self.streams)
         for stream, *rows in zip(self.streams, *(mx.split(array, count) for array in batch), strict=True):

@@ -1,4 +1,4 @@
-"""Record a target's hidden rows and its own choices on texts, and let the target write answers to prompts."""
+"""Cut texts into documents, and record the target's hidden rows and its most likely tokens on them."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
@@ -12,17 +12,18 @@ from .texts import Text
 
 ROWS = 256  # rows of logits at a time
 LEAST = 16  # tokens of a document; shorter ones are skipped
-HELD_OUT = 16  # one text of this number measures the heads
+HELD_OUT = 16  # about one text in this number measures the heads
 
 Progress = Callable[[str, int, int], None]
 
 
 def pieces(texts: Iterable[Text], length: int, vocab_size: int) -> Iterator[tuple[Text, bool]]:
-    """Yield the documents of texts, of LEAST to `length` tokens each, and whether each is held out, by a hash.
+    """Yield pairs (document, whether it is held out) of texts, each cut into documents of `length` tokens.
 
-    The hash is of a text's prompt, so that all answers to a prompt are on one side; without a prompt, of the first
-    tokens of each document. ValueError for a token that a vocabulary of this size does not have, as with a tokenizer
-    that does not fit the model.
+    A text's last document may have fewer tokens; documents of fewer than LEAST tokens are left out. `is_held_out` of
+    the text's prompt decides for all its documents, so that all answers to a prompt are on one side. Of a text
+    without a prompt, `is_held_out` of a document's first LEAST tokens decides for this document. ValueError for a
+    token outside a vocabulary of this size, as with a tokenizer that does not fit the model.
     """
     for text in texts:
         for first in range(0, len(text.tokens), length):
@@ -41,9 +42,10 @@ def record(
     limit: int,
     progress: Progress | None = None,
 ) -> None:
-    """Read documents with the target until at least `limit` tokens are recorded, or the documents end.
+    """Read documents with the target, and append them to `recording` until it has `limit` tokens, or they end.
 
-    progress: called with the recorded tokens.
+    Tokens recorded before count, and the last document is recorded whole. documents: those of `pieces`. progress:
+    called after each document with "recording", the number of recorded tokens, at most `limit`, and `limit`.
     """
     while recording.size < limit:
         text, held = next(documents, (None, False))
@@ -56,7 +58,10 @@ def record(
 
 
 def read(model: Any, tokens: list[int]) -> tuple[mx.array, mx.array]:
-    """Return the target's hidden rows [n, width] of n tokens, and its most likely token after each, int32 [n]."""
+    """Return the target's hidden states [n, width] of n tokens, and its most likely token after each, int32 [n].
+
+    Both are evaluated; each token's context are the tokens before it.
+    """
     cache = make_prompt_cache(model, num_draft_tokens=0)
     hidden = model.hidden(mx.array(tokens)[None], cache.layers)
     parts = (hidden[:, i : i + ROWS] for i in range(0, len(tokens), ROWS))
@@ -66,6 +71,9 @@ def read(model: Any, tokens: list[int]) -> tuple[mx.array, mx.array]:
 
 
 def is_held_out(tokens: list[int]) -> bool:
-    """Return whether a text that begins with these tokens is held out: by a hash, the same on every machine."""
+    """Return whether a text is held out, by a hash of these tokens, which is the same on every machine.
+
+    It is True for about one of HELD_OUT lists of tokens.
+    """
     digest = hashlib.sha256(",".join(map(str, tokens)).encode()).digest()
     return int.from_bytes(digest[:4], "big") % HELD_OUT == 0

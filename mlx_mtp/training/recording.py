@@ -1,7 +1,8 @@
-"""Keep a target's hidden rows and choices of many documents on disk, appended one document at a time.
+"""Store a target's hidden states and most likely tokens on many documents on disk, one document at a time.
 
-A recording is a directory: `documents.jsonl` has a line for each complete document, and the other files hold one row
-for each token. Rows behind the last complete document, which an interruption left, are overwritten.
+A recording is a directory. `about.json` contains facts on target and text, `documents.jsonl` a line for each complete
+document, and `rows.bin` and `tokens.bin` a row for each token. Rows after the last complete document, which an
+interruption left, are overwritten.
 """
 
 import json
@@ -16,14 +17,16 @@ from ..machine.atomic import check_free, write_whole
 from ..machine.errors import naming, one_line
 
 FORMAT = 1
+OTHER = "choose another name for the heads (--out)"
 ABOUT, DOCUMENTS, ROWS, TOKENS = "about.json", "documents.jsonl", "rows.bin", "tokens.bin"
 
 
 @dataclass(frozen=True)
 class Document:
-    """A document of a recording. first, end: its range of tokens. answer: the first token that the target may write.
+    """A document of a recording; numbers are indices of tokens in the whole recording.
 
-    held: it measures the heads and does not train them.
+    first, end: its first token, and the one after its last. answer: the first token of its answer, `end` without one.
+    held: whether it measures the heads instead of training them.
     """
 
     first: int
@@ -33,10 +36,11 @@ class Document:
 
 
 class Recording:
-    """The recorded documents of one target in a directory, whose files are memory-mapped for reading.
+    """The recorded documents of one target in the directory `path`, which is created if it is missing.
 
-    about: JSON facts on target and text; a directory with others is refused. width: values in a hidden row, stored
-    as float16. documents: the complete ones.
+    about: JSON facts on target and text. width: values in a hidden row, stored as float16. documents: the complete
+    ones. ValueError for a damaged recording, one with other facts or another width, and a directory that has files
+    and is no recording.
     """
 
     def __init__(self, path: Path, about: dict[str, Any], width: int):
@@ -50,14 +54,14 @@ class Recording:
         file = self.path / ABOUT
         if not file.exists():
             if any(self.path.iterdir()):
-                raise ValueError(f"{self.path}: not a recording of mlx-mtp tune-heads, and not empty; name another")
+                raise ValueError(f"{self.path}: not a recording of mlx-mtp tune-heads, and not empty; {OTHER}")
             write_whole(file, json.dumps(about))
         with one_line(f"{self.path}: a damaged recording; delete it", (ValueError, TypeError, KeyError)):
             found = json.loads(file.read_text())
             lines = (self.path / DOCUMENTS).read_text().splitlines() if (self.path / DOCUMENTS).exists() else []
             documents = [Document(**json.loads(line)) for line in lines if line.endswith("}")]
         if changed := sorted(name for name in about | found if found.get(name) != about.get(name)):
-            raise ValueError(f"{self.path}: recorded with another {', '.join(changed)}; delete it, or name another")
+            raise ValueError(f"{self.path}: recorded with another {', '.join(changed)}; delete it, or {OTHER}")
         self.documents = documents
 
     @property
@@ -66,13 +70,14 @@ class Recording:
         return self.documents[-1].end if self.documents else 0
 
     def check_room(self, tokens: int) -> None:
-        """Raise ValueError if the disk has no room for a recording of this number of tokens."""
+        """Raise ValueError if the disk has no room for `tokens` tokens in all; those recorded already need none."""
         check_free(self.path / ROWS, max(0, tokens - self.size) * bytes_per_token(self.width))
 
     def append(self, tokens: list[int], hidden: mx.array, choices: mx.array, answer: int, *, held: bool) -> None:
         """Append a document of n tokens: its hidden rows [n, width] and the target's choice after each, int32 [n].
 
-        answer: the number of tokens before the target's own answer. ValueError for rows that are not finite.
+        answer: the number of tokens before the answer. held: as in `Document`. ValueError for rows that are not
+        finite in float16; OSError if the disk is full.
         """
         rows = np.array(hidden.astype(mx.float16))
         if not np.isfinite(rows).all():
@@ -89,12 +94,15 @@ class Recording:
         self.documents.append(document)
 
     def turn_last(self) -> None:
-        """Hold out the last document if it is not held out, else stop holding it out."""
+        """Reverse `held` of the last document, also in the file."""
         self.documents[-1] = replace(self.documents[-1], held=not self.documents[-1].held)
         write_whole(self.path / DOCUMENTS, "".join(json.dumps(asdict(d)) + "\n" for d in self.documents))
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return memory maps: hidden rows, float16 [size, width], and tokens with choices, int32 [size, 2]."""
+        """Return read-only memory maps of all tokens: hidden rows, float16 [size, width], and int32 [size, 2].
+
+        The latter's columns are the token, and the target's most likely token after it. There must be a document.
+        """
         shape = self.size, self.width
         rows = np.memmap(self.path / ROWS, np.float16, "r", shape=shape)
         return rows, np.memmap(self.path / TOKENS, np.int32, "r", shape=(self.size, 2))

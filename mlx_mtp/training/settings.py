@@ -10,12 +10,15 @@ DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 
 @dataclass(frozen=True)
 class Settings:
-    """How heads are tuned.
+    """The options of a tuning.
 
-    tokens: to record. epochs: passes over them. new: make a new head. depths: consecutive drafts that a new head is
-    trained for. draft_vocab: number of tokens that a new head drafts; None for all. bits: of a new head. rows: of a
-    batch; None chooses. dtype: in which heads are trained. rank: of low-rank updates of the heads' quantized weights,
-    which are then trained alone. rate: the peak learning rate; None is 1e-3 for new heads, else 2e-4.
+    tokens: number to record, up to the end of a document; fewer if the texts end. epochs: passes over them. new: make
+    a new head instead of training the model's. depths: consecutive drafts that a new head is trained for.
+    draft_vocab: number of tokens that a new head drafts; None for all. bits: of a new head; None does not quantize
+    it. rows: of a batch; None chooses at most 8, as memory allows. dtype: type of the weights in training. rank: of
+    low-rank updates of the heads' quantized weights, which are then trained alone; None trains all weights. rate: the
+    peak learning rate; None is 1e-3 for a new head, else 2e-4. seed: of the texts that the model writes, of the order
+    of documents, and of noise.
     """
 
     tokens: int = 200_000
@@ -31,7 +34,7 @@ class Settings:
     seed: int = 0
 
     def check(self) -> None:
-        """Raise ValueError for a value that is not allowed."""
+        """Raise ValueError for a value that is not allowed, or `rank` together with `new`."""
         limits = {"tokens": (FEWEST, 1 << 40), "depths": (1, 3), "epochs": (0.01, 1e6), "seed": (0, 2**31 - 1)}
         limits |= {"draft_vocab": (1, 1 << 40), "rows": (1, 1 << 20), "rank": (1, 1 << 20), "rate": (1e-12, 1e38)}
         for name, (low, high) in limits.items():

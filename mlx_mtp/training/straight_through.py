@@ -1,4 +1,4 @@
-"""Train weights that will be quantized to few bits: forward with rounded weights, gradients as if they were exact."""
+"""Train weights that will be quantized to few bits: compute with rounded weights, update the exact ones."""
 
 from functools import cache
 from typing import Any
@@ -8,9 +8,10 @@ import mlx.core as mx
 
 @cache
 def rounded(kind: type) -> type:
-    """Return the subclass of a linear layer's class whose calls use the weight rounded to `_format`.
+    """Return a subclass of the linear layer's class `kind` that computes with its weight quantized and dequantized.
 
-    The gradient of the rounded weight is passed on to the exact one (Bengio et al., arXiv 1308.3432).
+    `_format`, set on each layer, has the group_size, bits and mode. The weight itself stays exact, and its gradient
+    is that of the rounded weight (Bengio et al., arXiv 1308.3432). Equal kinds return the same class.
     """
 
     def call(self: Any, x: mx.array) -> mx.array:

@@ -1,4 +1,4 @@
-"""Read training texts from files, and let a model write prompts and answers where none are given."""
+"""Tokenize training texts, given or in files, and write with the model the prompts and answers that are missing."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -14,15 +14,18 @@ from ..generate import batch_generate
 from ..machine.errors import one_line
 
 MARK = "\x02user\x02"  # a user's message that no template changes
-WAVE = 32  # answers written together
+WAVE = 32  # prompts or answers written in one batch
 PROMPT_TOKENS = 100  # maximum tokens of a prompt that the model writes
 GREEDY = 4  # all but one of this number of answers are greedy
-EMPTY = 8  # waves
+EMPTY = 8  # waves of empty prompts in a row, after which the model is given up
 
 
 @dataclass(frozen=True)
 class Text:
-    """The tokens of a document; from token `answer` on the target wrote them, or may draft them."""
+    """The tokens of a text or document. answer: index of the first token of the answer, whose drafts are measured.
+
+    It is 0 for a text without a prompt, and the number of tokens for a prompt without an answer.
+    """
 
     tokens: list[int]
     answer: int = 0
@@ -32,10 +35,10 @@ Given = str | list[int] | list[dict[str, str]] | Path
 
 
 def given_texts(given: Iterable[Given], tokenizer: Any) -> Iterator[Text]:
-    """Yield a Text for each string, list of token ids and list of messages, and those of each file.
+    """Yield a Text for each string, list of token ids and list of messages, and those of each Path, by `read_file`.
 
-    Without an answer, `answer` is the number of tokens. ValueError as `read_file`, and for messages that the chat
-    template refuses.
+    Strings and token ids are texts without a prompt; messages are a prompt, with its answer if the assistant's is the
+    last one. ValueError as `read_file`, and for messages that are malformed or that the chat template refuses.
     """
     for number, each in enumerate(given, start=1):
         if isinstance(each, Path):
@@ -51,9 +54,10 @@ def given_texts(given: Iterable[Given], tokenizer: Any) -> Iterator[Text]:
 
 
 def answered(texts: Iterable[Text], model: Any, tokenizer: Any, length: int) -> Iterator[Text]:
-    """Yield the texts; those without an answer, once there are WAVE of them or at the end, with the model's answer.
+    """Yield the texts, of which prompts without an answer get the model's, as in `answers`; the order changes.
 
-    length: maximum tokens of prompt and answer.
+    They are answered once there are WAVE of them, or at the end. length: maximum tokens of prompt and answer; prompts
+    of length - 1 tokens or more are left out.
     """
     prompts, waves = list[list[int]](), count()
     for text in texts:
@@ -68,11 +72,11 @@ def answered(texts: Iterable[Text], model: Any, tokenizer: Any, length: int) -> 
 
 
 def read_file(path: Path, tokenizer: Any) -> Iterator[Text]:
-    """Yield the texts of a file: one per line of *.jsonl, else its whole content.
+    """Yield the texts of a file: one for each line of *.jsonl that is not blank, else one, its whole content.
 
-    A line is an object with `text`; with `messages`; or with `prompt`, and `completion` unless the model is to write
-    the answer, as it is to messages that end with the user's. ValueError for other lines, and for a file that is not
-    UTF-8.
+    A line is an object with "text", a text without a prompt; else with "prompt", and "completion" if there is an
+    answer; else with "messages", whose last one is the answer if it is the assistant's. ValueError for other lines,
+    for messages that the chat template refuses, and for a file that is not UTF-8; OSError if it cannot be read.
     """
     with one_line(f"{path}: not UTF-8 text", (UnicodeDecodeError,)):
         content = path.read_text("utf-8")
@@ -90,7 +94,10 @@ LINE = "expected an object with text, messages, or prompt and completion"
 
 
 def of_line(entry: dict[str, Any], tokenizer: Any) -> Text:
-    """Return the text of a line's object; if it has no answer yet, `answer` is the number of tokens."""
+    """Return the Text of a line's object (see `read_file`); an answer ends with the tokenizer's end-of-text token.
+
+    Other objects raise errors of any type.
+    """
     if "text" in entry:
         return Text(tokenizer.encode(entry["text"]))
     if "prompt" in entry:
@@ -108,23 +115,29 @@ def of_line(entry: dict[str, Any], tokenizer: Any) -> Text:
 
 
 def chat_tokens(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
-    """Return the tokens of messages behind the chat template, with the beginning of the answer."""
+    """Return the tokens of messages in the chat template, with its generation prompt.
+
+    Without a template they are those of the last message's content alone.
+    """
     if not tokenizer.has_chat_template:
         return tokenizer.encode(messages[-1]["content"])
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
 
 
 def own_texts(model: Any, tokenizer: Any, length: int, seed: int) -> Iterator[Text]:
-    """Yield, without end, answers of at most `length` tokens to prompts, both written by the model.
+    """Yield, without end, prompts of `own_prompts` with the model's answers, as in `answers`.
 
-    A prompt is sampled behind the chat template's beginning of a user's message; without a chat template, a text is
-    sampled from its first token on. ValueError if the model writes EMPTY waves of empty prompts in a row.
+    length: maximum tokens of prompt and answer. ValueError as in `own_prompts`.
     """
     yield from answers(model, tokenizer, own_prompts(model, tokenizer, seed), length, seed)
 
 
 def own_prompts(model: Any, tokenizer: Any, seed: int) -> Iterator[list[int]]:
-    """Yield, without end, tokens of prompts that the model writes where the chat template has the user's message."""
+    """Yield, without end, the tokens of prompts: a user's message that the model samples, in the chat template.
+
+    Without a chat template every prompt is the same: the tokens of an empty text, or the end-of-text token.
+    ValueError if the model writes EMPTY waves of empty messages in a row, or if the template changes messages.
+    """
     if not tokenizer.has_chat_template:
         start = tokenizer.encode("") or [tokenizer.eos_token_id]
         yield from repeat(start)
@@ -142,7 +155,10 @@ def own_prompts(model: Any, tokenizer: Any, seed: int) -> Iterator[list[int]]:
 
 
 def user_prefix(tokenizer: Any) -> list[int]:
-    """Return the tokens of the chat template up to a user's message; ValueError if the template changes messages."""
+    """Return the tokens of the chat template's text before a user's message.
+
+    ValueError if the rendered template does not contain the message unchanged.
+    """
     rendered = tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False)
     before, found, _ = rendered.partition(MARK)
     if not found:
@@ -151,9 +167,10 @@ def user_prefix(tokenizer: Any) -> list[int]:
 
 
 def answers(model: Any, tokenizer: Any, prompts: Iterable[list[int]], length: int, seed: int = 0) -> Iterator[Text]:
-    """Yield prompts with the model's answers: one of GREEDY at temperature 0.8, the others greedy.
+    """Yield each prompt with the model's answer: one in GREEDY sampled at temperature 0.8, the others greedy.
 
-    length: maximum tokens of prompt and answer; longer prompts are skipped.
+    Each WAVE of prompts is answered in two batches, the greedy answers first. length: maximum tokens of prompt and
+    answer; prompts of length - 1 tokens or more are left out. seed: of the first wave's samples.
     """
     rest = iter(prompts)
     for wave in count():

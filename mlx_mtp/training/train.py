@@ -1,4 +1,4 @@
-"""Train a workshop's heads on a recording, keep the best by held-out acceptance, and continue after interruptions."""
+"""Train the heads of a `Workshop` on a recording, and continue an interrupted training from a file."""
 
 import json
 import math
@@ -21,7 +21,7 @@ from .measure import Acceptance, measure
 from .optimize import STREAMS, Trainer, trapezoid
 from .recording import Recording
 
-MEASURES = 8  # during a training
+MEASURES = 8  # least number of measurements of the held-out acceptance in a training
 SAVE_SECONDS = 60.0
 NOISE = 0.1  # of the rows that the first head reads, against overfitting
 STATE = "training.safetensors"
@@ -29,9 +29,9 @@ STATE = "training.safetensors"
 
 @dataclass(frozen=True)
 class Plan:
-    """How a training runs. steps: updates. rows, length: of a batch. rate: the peak learning rate.
+    """How a training runs. steps: number of updates. rows, length: B and L of `Batch`. rate: the peak learning rate.
 
-    checkpoint: whether to use gradient checkpointing.
+    seed: of the order of documents and rows, and of noise. checkpoint: as in `chain`.
     """
 
     steps: int
@@ -44,7 +44,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Best:
-    """The parameters of the best heads so far, their acceptance, and the curve of (tokens seen, tokens per cycle)."""
+    """The heads with the most held-out tokens per cycle so far: their trained parameters by path, and acceptance.
+
+    curve: (tokens trained on, held-out tokens per cycle) of the measurements up to then; after a continued run, up to
+    the file's state or later.
+    """
 
     parameters: dict[str, Any]
     acceptance: Acceptance
@@ -58,12 +62,13 @@ def train(
     folder: Path,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> tuple[Best | None, bool]:
-    """Train; return (the best heads by held-out tokens per cycle, whether all steps were done).
+    """Train the heads of `workshop`; return (the best of those measured, whether all steps were done).
 
-    The former is None if Ctrl-C came before the first measure.
-
-    folder: where the state is saved each SAVE_SECONDS; a state of the same plan that is there is continued. Ctrl-C
-    ends the training, with its state saved. ValueError if the loss is not finite.
+    They are measured at least MEASURES times, or after each of fewer steps; the former is None if Ctrl-C arrived
+    before the first measurement. Ctrl-C ends the training. folder: directory of
+    the file STATE, written about every SAVE_SECONDS and at Ctrl-C; the training continues from it if it exists.
+    progress: called after each step with a text, the number of steps done, and that of all. ValueError if the loss is
+    not finite, and for a STATE that is damaged, or of another plan or other heads.
     """
     kept = [d for d in recording.documents if not d.held]
     held = [d for d in recording.documents if d.held]
@@ -107,14 +112,14 @@ def train(
 
 
 class _State:
-    """The state of a training in a file: parameters, the optimizer's arrays, the best parameters and the curve."""
+    """Saves and loads a training's state in a file: parameters, the optimizer's arrays, the best ones, the curve."""
 
     def __init__(self, file: Path, plan: Plan, workshop: Workshop, trainer: Trainer):
         self.file, self.workshop, self.trainer = file, workshop, trainer
         self.plan = json.dumps([*vars(plan).values(), workshop.depths, sorted(workshop.formats)])
 
     def save(self, step: int, best: Best | None, curve: list[tuple[int, float]]) -> None:
-        """Replace the file with the current state."""
+        """Replace the file with the workshop's and optimizer's current state, and these values. step: steps done."""
         parts = {"now": _copy(self.workshop), "optimizer": dict(tree_flatten(self.trainer.optimizer.state))}
         parts["best"] = {} if best is None else best.parameters
         arrays = {f"{part}/{name}": w for part, found in parts.items() for name, w in found.items()}
@@ -123,7 +128,11 @@ class _State:
             mx.save_safetensors(f, arrays, metadata=facts)
 
     def load(self) -> tuple[int, list[tuple[int, float]], dict[str, Any] | None]:
-        """Continue the state in the file; return (its step, curve, best parameters). Without one (0, [], None)."""
+        """Set the workshop's parameters and the optimizer to the file's; return (steps done, curve, best parameters).
+
+        The last is None if nothing had been measured. Without a file (0, [], None). ValueError for a damaged file, or
+        one of another plan or other heads.
+        """
         if not self.file.exists():
             return 0, [], None
         with one_line(f"{self.file}: damaged; delete it", (RuntimeError, KeyError, ValueError)):
@@ -142,17 +151,17 @@ class _State:
 
 
 def _copy(workshop: Workshop) -> dict[str, Any]:
-    """Return the trained parameters by path, as arrays that later updates do not change."""
+    """Return the trainable parameters by path; later updates replace these arrays and do not change them."""
     return dict(tree_flatten(workshop.trained.trainable_parameters()))
 
 
 def put(workshop: Workshop, parameters: dict[str, Any]) -> None:
-    """Replace the trained parameters by these, by path."""
+    """Replace the parameters of `workshop.trained` at the paths in `parameters`."""
     workshop.trained.update(tree_unflatten(list(parameters.items())))
 
 
 def _with(workshop: Workshop, parameters: dict[str, Any], recording: Recording, held: list) -> Acceptance:
-    """Return the acceptance with other parameters; the current ones are put back."""
+    """Return the acceptance on the documents `held` with these parameters; the current ones are put back."""
     now = _copy(workshop)
     put(workshop, parameters)
     found = measure(workshop.model, recording, held, workshop.depths)
@@ -161,7 +170,7 @@ def _with(workshop: Workshop, parameters: dict[str, Any], recording: Recording, 
 
 
 def _endless(recording: Recording, documents: list, plan: Plan, skip: int) -> Iterator[Batch]:
-    """Yield the batches of all epochs from the one after the first `skip` on."""
+    """Yield batches of one epoch after another, without end, except the first `skip` batches."""
     epoch = 0
     while True:
         for batch in batches(recording, documents, plan.rows, plan.length, plan.seed + epoch):

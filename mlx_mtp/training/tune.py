@@ -1,4 +1,4 @@
-"""Tune a model's MTP heads, or make new ones, on the model's own choices, and write them as a sidecar."""
+"""Train a model's MTP heads, or new ones, to draft the model's most likely tokens, and write them to a file."""
 
 import json
 import shutil
@@ -31,9 +31,11 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Tuned:
-    """The result of a tuning. file: the sidecar; None if nothing got better, and nothing was written.
+    """The result of a tuning. file: the heads' file, None if nothing was written.
 
-    before, after: acceptance on held-out text; before is None for new heads. curve: (tokens seen, tokens per cycle).
+    before, after: acceptance on held-out text of the model's own heads (None with a new one), and of the trained ones
+    in their final formats (None if Ctrl-C arrived before the first measurement). curve: (tokens trained on, held-out
+    tokens per cycle) of the measurements, at least up to the best one.
     """
 
     file: Path | None
@@ -42,7 +44,7 @@ class Tuned:
     curve: tuple[tuple[int, float], ...]
 
     def lines(self) -> list[str]:
-        """Return the result as lines of text."""
+        """Return the result as lines of text for the terminal."""
         found = []
         for name, acceptance in (("before", self.before), ("after", self.after)):
             if acceptance is not None:
@@ -66,16 +68,20 @@ def tune_heads(
     progress: Progress | None = None,
     **options: Any,
 ) -> Tuned:
-    """Train a model's MTP heads on its own choices; write them to `out` if held-out acceptance rises.
+    """Train a model's MTP heads to draft the model's most likely tokens; write them to `out` if they get better.
 
-    The model does not change: at the end it has the heads that it had before. Load it with `kernels="off"`. `out` is
-    for `load(mtp_path=out)`. Ctrl-C keeps the best heads so far. An interrupted run is continued by the same call;
-    its recording and state are in a folder next to `out`, which a complete run deletes.
+    Better are more held-out tokens per cycle than with the heads before, or, for a new head, more than 1. The model
+    does not change: at the end it has the heads that it had before. Load it with `kernels="off"`. `out` is a
+    *.safetensors file for `load(mtp_path=out)`. Ctrl-C during the training ends it with the best heads so far.
+    The same call continues an interrupted run, whose recording and state are in a folder named like `out` with
+    ".work" appended; a complete run deletes it.
 
-    texts: texts, token ids, messages, and paths of files, which the model reads; messages that end with the user's
-    and prompts in *.jsonl files are answered by the model first. None: the model writes prompts and answers itself.
-    confirm: called with the estimate before the time is spent. progress: called with a stage, the number done and the
-    total. options: fields of Settings. ValueError, one line, for options, texts or a model that do not fit.
+    texts: strings, lists of token ids, lists of messages, and `Path`s of files (see `read_file`). Prompts without an
+    answer, as messages that end with the user's, are answered by the model first. None: the model writes prompts and
+    answers itself. confirm: called with the estimate when 2,000 tokens are recorded; its exceptions end the call.
+    progress: called with a stage, the number done and the total. options: fields of Settings, unless `settings` is
+    given, which then counts alone. MLX's random state is seeded. ValueError, one line, for values, texts or a model
+    that are not allowed.
     """
     settings = settings or Settings(**options)
     settings.check()
@@ -115,7 +121,7 @@ def tune_heads(
 
 @dataclass(frozen=True)
 class _Work:
-    """What the steps of one tuning share."""
+    """The arguments that the steps of one `tune_heads` call share; folder: that of the recording and state."""
 
     model: Any
     tokenizer: Any
@@ -127,7 +133,7 @@ class _Work:
 
 
 def _check_model(model: Any, *, new: bool) -> None:
-    """Raise ValueError for a model whose heads cannot be trained here."""
+    """Raise ValueError for a model whose heads cannot be trained. new: a new head is made, so it needs none."""
     if not isinstance(model, Port):
         raise ValueError("the model's family has no port that drafts; no heads can be trained for it")
     if model.runtime.trials is not None:
@@ -139,13 +145,16 @@ def _check_model(model: Any, *, new: bool) -> None:
     if getattr(model.runtime.report, "drafted_from", None):
         raise ValueError("the heads have a reduced draft vocabulary; load the model without draft_vocab")
     if not (new or model.mtp):
-        raise ValueError("the model has no MTP heads to tune; --new makes some")
+        raise ValueError("the model has no MTP heads to tune; --new makes some (Python: new=True)")
 
 
 def _texts(
     model: Any, tokenizer: Any, texts: Iterable[Given] | None, settings: Settings, recording: Recording
 ) -> Iterator[Text]:
-    """Yield the given texts from the first on, or the model's own, which differ from those recorded before."""
+    """Yield the given texts from the first on, with answers, or if `texts` is None the model's own, without end.
+
+    Their seed is that of the settings plus the number of recorded documents.
+    """
     if texts is None:
         yield from own_texts(model, tokenizer, DOCUMENT, settings.seed + len(recording.documents))
         return
@@ -153,9 +162,10 @@ def _texts(
 
 
 def _record(work: _Work, documents: Iterator[tuple[Text, bool]], tokens: int) -> None:
-    """Record documents up to `tokens` tokens, and on until some are held out; hold out the last if the texts end.
+    """Record documents until there are `tokens` tokens, and some documents are held out and some are not.
 
-    ValueError if there are fewer than FEWEST tokens, or only one document.
+    If the documents end before, `held` of the last one is reversed where all are alike. ValueError if there are then
+    fewer than FEWEST tokens, or only one document.
     """
     recording, before = work.recording, -1
     record(work.model, documents, recording, tokens, work.progress)
@@ -164,7 +174,7 @@ def _record(work: _Work, documents: Iterator[tuple[Text, bool]], tokens: int) ->
         record(work.model, documents, recording, before + 1, work.progress)
     if recording.size < FEWEST or len(recording.documents) < 2:
         found = f"{recording.size} tokens in {len(recording.documents)} documents"
-        raise ValueError(f"too little text: {found}; give at least {FEWEST} tokens in at least 2")
+        raise ValueError(f"too little text: {found}; give at least {FEWEST} tokens in at least 2 documents")
     if not _both(recording):
         recording.turn_last()
 
@@ -174,7 +184,11 @@ def _both(recording: Recording) -> bool:
 
 
 def _workshop(work: _Work) -> making.Workshop:
-    """Return the workshop for the settings, with the draft vocabulary of the recorded choices for a new head."""
+    """Return a new `Workshop` for the settings, which puts the heads to train into the model.
+
+    A new head drafts settings.draft_vocab tokens: those fixed by `most_frequent`, and those that the target chose
+    most often in the recording.
+    """
     settings, model, dtype = work.settings, work.model, DTYPES[work.settings.dtype]
     if not settings.new:
         return making.existing(model, dtype, settings.rank)
@@ -189,7 +203,7 @@ def _workshop(work: _Work) -> making.Workshop:
 
 
 def _train(work: _Work, workshop: making.Workshop, rows: int, *, checkpoint: bool) -> tuple[Tuned, bool]:
-    """Train, measure the finished heads, write them if they are better; return also whether all steps were done."""
+    """Train, measure the finished heads, and write them if they are better; return (result, all steps were done)."""
     settings, recording, model = work.settings, work.recording, work.model
     held = [document for document in recording.documents if document.held]
     before = None

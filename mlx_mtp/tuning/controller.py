@@ -123,10 +123,10 @@ class Controller:
     def _compete(self, plan: Plan, right: float, seen: float) -> None:
         """Lower the weight of acceptance counts after a cycle with drafts of one of several own sources.
 
-        Counts of the others decay, so that these are tried again. Those of its kind are reduced if its last cycles,
-        in a row, accepted none, which has a probability below UNLIKELY by these counts. right, seen: shares of
-        sequences whose first own draft the cycle accepted, and of those that could accept it: none if a forced one
-        was wrong.
+        plan: of the cycle. Counts of the other sources decay, so that these are tried again. Those of the plan's kind
+        are reduced if its last cycles, in a row, did not accept the first own draft, and the counts make that less
+        probable than UNLIKELY. right, seen: shares of the sequences whose first own draft was accepted, and of those
+        where it could be: it could not after a wrong forced draft. With seen = 0 only the others' counts change.
         """
         for other in self.own.keys() - {plan.source}:
             self._count(other)

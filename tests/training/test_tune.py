@@ -189,9 +189,7 @@ def test_the_first_batch_that_fits_is_chosen(rows, headless, monkeypatch):
         monkeypatch.setattr(estimate, "available", lambda have=have: have)
         assert estimate.fit(workshop, rows, 40) == each
     monkeypatch.setattr(estimate, "available", lambda: SimpleNamespace(bytes=size))
-    with pytest.raises(
-        ValueError, match="give a smaller batch or a draft" if rows else "used; give a draft vocabulary"
-    ):
+    with pytest.raises(ValueError, match="used; give a smaller batch" if rows else "used; use a smaller draft"):
         estimate.fit(workshop, rows, 40)
 
 

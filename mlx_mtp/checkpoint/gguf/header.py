@@ -91,7 +91,8 @@ def _split(part: GGUFContents, key: str, default: int = 1) -> int:
 def _splits(path: Path, first: GGUFContents) -> list[Path]:
     """Return all parts of a GGUF file in order, which its metadata and name determine.
 
-    ValueError if one is missing, the name does not fit the number of parts, or that is no integer up to MAX_SPLITS.
+    ValueError if one is missing, the name does not fit the number of parts, or split.count is not an integer from 0
+    to MAX_SPLITS.
     """
     count = _split(first, "count")
     if not 0 <= count <= MAX_SPLITS:

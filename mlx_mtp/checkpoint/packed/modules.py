@@ -48,7 +48,7 @@ class Packed:
 
     @property
     def factor_shape(self) -> tuple[int, ...]:
-        """The shape of this scale: [1] for the whole weight, [E] for its matrices, [(E,) rows] for its rows."""
+        """The shape of the scale in `factor`: [1] for the whole weight, [E] by matrix, [(E,) rows] by row."""
         assert self.factor is not None
         size = math.prod(self.parts[self.factor].shape)
         return self.shape[:-1] if size == math.prod(self.shape[:-1]) else (size,)
