@@ -11,7 +11,7 @@ class CacheArrays(NamedTuple):
     """The arrays of a StepCache that a step reads and writes, without those of a drafter that is not in the step.
 
     ends: position of the target, and of the drafter or None: int32 [n], or an int while the host counts.
-    shift: added to row numbers for RoPE, int32 [n]; None without pictures.
+    shift: added to row numbers to get RoPE positions, int32 [n]; None if it is 0 for all.
     """
 
     ends: tuple[Any, Any]

@@ -62,10 +62,9 @@ def refuse_upload(_ctx: click.Context, _param: click.Parameter, value: str | Non
 def convert(**flags: Any) -> None:
     """Convert a checkpoint for MLX with its MTP heads.
 
-    A vision tower is copied unchanged, to vision.safetensors.
-    The heads have their own quantization, because few bits in a head cost accepted drafts. A conversion needs memory
-    for the largest tensor only. An interrupted conversion leaves nothing that looks complete.
-    A GGUF file keeps its blocks (docs/gguf.md).
+    A vision tower is copied unchanged, to vision.safetensors. The heads have their own quantization, because few bits
+    in a head cost accepted drafts. A conversion needs memory for the largest tensor only. An interrupted conversion
+    leaves nothing that looks complete. A GGUF file keeps its blocks (docs/gguf.md).
     """
     if flags["gguf"] or str(flags["hf_path"]).endswith(".gguf"):
         return convert_gguf(_of_gguf(flags))
