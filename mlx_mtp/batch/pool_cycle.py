@@ -147,7 +147,7 @@ class Steps:
     def verify_sure(self, new: PoolCycle) -> None:
         """Evaluate a cycle's drafts, which writes the drafter's caches; build the rest of the step.
 
-        With a grammar that is the target's pass and the choice of tokens, else the verify.
+        With a grammar that is the target's pass and, unless `choose_late`, the choice of tokens; else the verify.
         Every sequence has as many drafts verified as the one with the most before its first improbable one.
         """
         tic = time.perf_counter()

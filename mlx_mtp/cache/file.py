@@ -219,7 +219,7 @@ def _filled(kind: type[Any], values: dict[str, Any] | None) -> Any:
 
 
 def _check(cache: PromptCache) -> None:
-    """Raise ValueError if tokens, kinds of layers or positions do not fit the model, or arrays the positions.
+    """Raise ValueError if kinds of layers or positions do not fit the model, or arrays do not fit the positions.
 
     A checksum does not prove who wrote a file.
     """

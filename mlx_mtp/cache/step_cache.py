@@ -56,7 +56,7 @@ class StepCache(Protocol):
         return CacheArrays(ends, [c.parts for c in self.stepped], self.kept if self.live else [], shift)
 
     def load(self, arrays: CacheArrays, limit: int, heads_limit: int) -> None:
-        """Set the positions and arrays that `unload` or a step returned, and the positions' upper bounds."""
+        """Set the positions, shift and arrays that `unload` or a step returned, and the positions' upper bounds."""
         parts, shift = iter(arrays.parts), 0 if arrays.shift is None else arrays.shift
         for c in self.stepped:
             c.shift = shift

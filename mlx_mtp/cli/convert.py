@@ -104,7 +104,10 @@ def _of_gguf(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(flags: dict[str, Any]) -> None:
-    """Raise UsageError for flags that would have no effect, and for --hf-path or a partner of --mtp-path missing."""
+    """Raise UsageError for flags that would have no effect, and for missing ones.
+
+    Needed are --hf-path, and --mtp-only and --mtp-path, or --vision-only and --vision-path, together.
+    """
     if not flags["hf_path"]:
         raise click.UsageError("--hf-path or --gguf is missing")
     for name in OF_GGUF:
