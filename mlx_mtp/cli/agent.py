@@ -41,7 +41,7 @@ class KeepsWords(click.Command):
 def uninstall(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
     """End the agent, delete its unit and exit, if `value`; else do nothing.
 
-    ClickException if there is no unit, or if the agent may not have ended; the unit is then deleted all the same.
+    ClickException if there is no unit, and if the agent may not have ended, after its unit has been deleted.
     """
     if not value or ctx.resilient_parsing:
         return
@@ -78,7 +78,7 @@ agent_options = (
 def install_agent(ctx: click.Context, address: str) -> None:
     """Write a unit that runs this command line without --install-agent, and load it; download each --model before.
 
-    API keys become variables of the unit. address: the server's URL, without a final slash. UsageError on several
+    An API key becomes a variable of the unit. address: the server's URL, without a final slash. UsageError on several
     ranks; ClickException if the unit is written but cannot be loaded; ValueError if a model is not found or the unit
     cannot contain the command line; OSError if the unit cannot be written.
     """

@@ -161,7 +161,7 @@ def _file(chat: Chat, name: str) -> str:
 
 
 def _image(chat: Chat, names: str) -> str:
-    """Add pictures to the next message; return a line with the number of tokens for each, and one with the count."""
+    """Add pictures to the next message; return each one's number of tokens, and the number of all its pictures."""
     if not names:
         raise ValueError("/image: name a picture, as in /image photo.jpg, or drop one on the terminal")
     files = named_files(names, "/image")

@@ -149,8 +149,8 @@ def _settings(ctx: click.Context, flags: dict[str, Any], *, several: bool) -> An
 def _is_several(flags: dict[str, Any]) -> bool:
     """Return whether the server is for several models; if not, set the flag `model` to the one model or None.
 
-    Raises UsageError for flags of one model (OF_ONE) with several, for --max-memory with one, for several on several
-    ranks, and if --models-dir is itself a model.
+    Raises UsageError for flags of one model (OF_ONE) with several models, for --max-memory with one model, for
+    several models on several ranks, and if --models-dir is itself a model.
     """
     several = len(flags["models"]) > 1 or flags["models_dir"] is not None
     if not several:

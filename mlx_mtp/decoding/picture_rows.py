@@ -72,7 +72,8 @@ def features_of(model: Target, cache: PromptCache, place: Place) -> mx.array:
     """Return the features [rows, H] of a picture that is read next, and hold them in `cache.features`.
 
     Encodes the picture if its features are not stored; of several ranks only rank 0 does. Raises ValueError, on all
-    ranks, if the picture cannot be encoded: its image is not there, memory is too small or weights are damaged.
+    ranks, if the picture cannot be encoded: `cache.pictures` lacks it or its image, memory is too small, or weights
+    are damaged.
     """
     if (found := _held(cache, place)) is None:
         found = _of_rank_0(model, cache, place) if model.ranks else _encoded(model, cache, place)

@@ -15,10 +15,10 @@ WHOLE = 4096  # maximum positions of buffers that recorded steps read as a whole
 def recordable(frame: Frame, run: Run) -> tuple[Frame, Run]:
     """Return a step's frame and input as they are recorded; grow the caches, if they have arrays, to hold the step.
 
-    `base` is raised so that the step's last position is the last of buffers of up to WHOLE positions, else of a block
-    of BLOCK positions or more. Without a drafter the run is cut to its newest row; with one, rows that count as
-    rejected are added up to the next of its `row_counts`. A step built with this frame and run reads as many
-    positions and rows as the recorded step, and so has the same bits.
+    `base` is raised so that the step's last position is the last of buffers of up to WHOLE positions; in longer ones,
+    of a block of BLOCK positions or more. Without a drafter the run is cut to its newest row; with one, rows of
+    zeros, which count as rejected, are added up to the next of its `row_counts`. A step built with this frame and run
+    reads as many positions and rows as the recorded step, and so has the same bits.
     """
     if frame.drafter:
         run = _padded(run, _row_counts(frame))

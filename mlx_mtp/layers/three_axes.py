@@ -28,7 +28,7 @@ class ThreeAxes:
     plain: type
 
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
-        """Return x rotated to an offset as `plain` takes it or, x [1, heads, L, D], to positions [3, L].
+        """Return x rotated to `offset`: one that `plain` takes, or positions [3, L] for the rows of [1, heads, L, D].
 
         In the latter case rows are on the batch axis, so that a row with three equal positions has a text row's bits.
         """
