@@ -118,7 +118,7 @@ def encoding(model: Target, cache: PromptCache, tokens: list[int]) -> Iterator[N
 
 
 def drop_features(cache: PromptCache) -> None:
-    """Set `cache.features` to None, unless the last token held is inside of a picture."""
+    """Set `cache.features` to None, unless the last picture among the tokens held is incomplete."""
     if not cache.places or cache.places[-1].end <= cache.offset:
         cache.features = None
 
