@@ -146,10 +146,10 @@ def stream_generate(
     """Yield GenerationResponses (text segment, token, speeds, stats) for a prompt of text or token ids.
 
     The tokenizer's end-of-text tokens always end it. The last response has finish_reason "stop" or "length". Raises
-    ValueError as `generate_step` does, at the call. More options:
+    ValueError as `generate_step` does, and for images that cannot be opened or read, at the call. More options:
     images: paths, bytes of files, `data:` URLs or images of Pillow, one for each mark of a picture in the prompt; if
-        it has no mark, the pictures come before the text. image: the same, or a single picture, as in mlx_vlm.
-    resize_shape: (width, height) to which each image is scaled, with its ratio kept.
+        it has no mark, the pictures come before its text. image: the same, as in mlx_vlm; both take one or a list.
+    resize_shape: (width, height) in pixels; each image is scaled to fit, with its ratio kept.
     """
     if max_tokens == 0:
         raise ValueError("max_tokens=0: allowed is 1 or more, or -1 for no limit")
@@ -249,8 +249,7 @@ def batch_generate(
     prompts: texts or token ids. prompt_caches: one per prompt, whose tokens it continues; they stay unchanged.
     max_tokens: one number for all prompts, or one per prompt. verbose: print the number of finished texts.
     return_token_ids, return_logprobs: a list per prompt, in their order, without the stop token. Other options are
-    those of `BatchGenerator`, and `images`: a list of images per prompt, or None for none, and `resize_shape`, as in
-    `stream_generate`.
+    those of `BatchGenerator`; `images`: for each prompt its images as in `stream_generate`, or None; `resize_shape`.
     """
     checked.check_names(options)
     images, shape = options.pop("images", None), options.pop("resize_shape", None)

@@ -176,8 +176,8 @@ class ChatSession:
     def change(self, **options: Any) -> None:
         """Replace options of `stream_generate` in later turns; the others stay.
 
-        Not for num_draft_tokens and the options of the cache; a `grammar` needs a tokenizer of its own. Raises
-        ValueError, without a change, for an option out of range.
+        Not for num_draft_tokens, prompt_cache, grammar and the options of the cache (kv_bits and so on), which only
+        `__init__` reads. Raises ValueError, without a change, for an option out of range.
         """
         assert not options.keys() & {"num_draft_tokens", "prompt_cache", "grammar"}  # read by `__init__` alone
         changed = {**self.options, **options}
@@ -185,7 +185,7 @@ class ChatSession:
         self.options = changed
 
     def take_back(self) -> str:
-        """Remove the last message and its answer from the conversation, and return the message.
+        """Remove the last message and its answer from the conversation, and return `last_message`, its text.
 
         The next turn reuses the caches of earlier messages if they can be rolled back. The count of answers stays, so
         that seeded draws do not repeat. Raises ValueError if there is no message.
@@ -195,7 +195,7 @@ class ChatSession:
 
     @property
     def last_message(self) -> str:
-        """The user's last message, without the prompt of a given cache; raises ValueError if there is none."""
+        """Text of the user's last message, without the prompt of a given cache; ValueError if there is no message."""
         before = len(self.messages) - 2
         if before < len(self._system):
             raise ValueError("the conversation has no message yet")
@@ -218,9 +218,9 @@ class ChatSession:
     def ask(self, text: str, progress: Progress | None = None, images: Any = None) -> Responses:
         """Send a message and yield the answer's responses; `turn` contains the token counts and times.
 
-        images: paths, bytes of files, `data:` URLs, images of Pillow or `Picture`s; they precede the text. Raises
-        ValueError at the call for one that cannot be opened, or if the model reads no pictures.
-        Nothing happens before the first step. Closing the iterator, an exception, or setting `stopping` ends the
+        images: one or a list of paths, bytes of files, `data:` URLs, images of Pillow or `Picture`s; they precede the
+        text. They are opened at the call, which raises ValueError if that fails or the model reads no pictures.
+        Nothing else happens before the first step. Closing the iterator, an exception, or setting `stopping` ends the
         answer. The conversation keeps the yielded part, and drops the message if nothing was yielded. The first step
         raises ValueError if the chat template refuses the messages, the prompt has no token, or it does not fit in
         memory (unless check_memory=False), in `max_context` or, with max_tokens=-1, in `positions`.

@@ -138,10 +138,10 @@ class BatchGenerator:
         Each other argument is a list with one entry per prompt, or None for this generator's own value. caches: of
         `make_prompt_cache`; they are copied. all_tokens: ignored. samplers: mlx_lm's callables, or a `Sampling`.
         stop_sequences: mlx_lm's, or lists of token ids. num_draft_tokens: up to the model's maximum, also above this
-        generator's value. logprobs: whether responses contain them. stats: a `Stats` to fill, one per prompt. None in
-        a list is no processors or stop sequences, this generator's sampler, seed or num_draft_tokens, a new cache.
-        grammars: of `mlx_mtp.grammar`, made with `tokenizer=`, or None for none. pictures: lists of the `Picture`s
-        whose `tokens` are in the prompt; those that its cache has read may be left out.
+        generator's value. logprobs: whether responses contain them. stats: a `Stats` to fill, one per prompt.
+        grammars: of `mlx_mtp.grammar`, made with `tokenizer=`. pictures: lists of the `Picture`s whose `tokens` are
+        in the prompt; those that its cache has read may be left out. A None in a list means no processors, stop
+        sequences, grammar or pictures, this generator's sampler, seed or num_draft_tokens, a new cache or `Stats`.
         Raises ValueError for an invalid argument of any prompt; none of the prompts is then queued.
         """
         given = {
@@ -175,9 +175,10 @@ class BatchGenerator:
     def next(self) -> tuple[list[PromptResponse], list[Response]]:
         """Run one cycle of the active sequences; of queued ones prefill about one chunk, or encode part of a picture.
 
-        Returns one response per prefilled chunk, and one per new token, those of a sequence in order. An error that
-        a sequence's sampler, processor, prefill or lone cycle raised in an earlier call is raised now, with no cycle:
-        the sequence has ended, `failed` is its uid, and the next call continues. Otherwise `failed` is None.
+        Returns one response per prefilled chunk, and one per new token, those of a sequence in order. An error of one
+        sequence in an earlier call (of its sampler, processors, grammar or prefill, or of a cycle in which it is
+        decoded outside the pool) is raised now, and no cycle is run: the sequence has ended, `failed` is its uid, and
+        the next call continues. Otherwise `failed` is None.
         """
         with self._adapted():
             return self._next()
@@ -279,8 +280,9 @@ class BatchGenerator:
     def _prefill_chunk(self, sequence: Sequence, progress: list[PromptResponse], responses: list[Response]) -> int:
         """Prefill the next chunk of a sequence's prompt; return the number of tokens read.
 
-        If it belongs to a picture without stored features, do a part of its encoding, and return the size of a chunk.
-        Its progress is appended to `progress`, after the last chunk the first token's response to `responses`.
+        If the next token is a row of a picture that is not yet encoded, encode a part of the picture instead, read no
+        token, and return the size of a chunk. A prefilled chunk's progress is appended to `progress`, and after the
+        last chunk the response for the first new token to `responses`.
         """
         if not sequence.started:
             sequence.started = True

@@ -188,7 +188,7 @@ class Group:
             self.close()
 
     def close(self) -> None:
-        """Drop the pool and its cycles, and end the thread that makes its masks; pending sequences remain."""
+        """Drop the pool and its cycles, and end the thread that writes their masks; `pending` is unchanged."""
         if self.pool:
             self.steps.thread.shutdown()
         self.pool = self.last = None

@@ -93,8 +93,9 @@ class PoolCycle:
 class Steps:
     """Builder of a pool's steps.
 
-    drafters: all drafters, by their names in plans. p_min: probability below which a draft is not verified.
-    compiled: the recorded steps; None to build each. stats: counts new recordings. thread: `mask_thread`'s.
+    drafters: all drafters, by their names in plans. p_min: in cycles whose plan has p_min, the probability below
+    which a draft and those after it are not verified. compiled: the recorded steps; None to build each. stats: counts
+    new recordings. thread: the executor of `mask_thread`, for `submit_pass`.
     """
 
     model: Target
@@ -146,7 +147,7 @@ class Steps:
     def verify_sure(self, new: PoolCycle) -> None:
         """Evaluate a cycle's drafts, which writes the drafter's caches; build the rest of the step.
 
-        With a grammar that is the target's pass and the choice of tokens, else the verify.
+        With a grammar that is the target's pass and, unless `choose_late`, the choice of tokens; else the verify.
         Every sequence has as many drafts verified as the one with the most before its first improbable one.
         """
         tic = time.perf_counter()
@@ -185,9 +186,9 @@ class Steps:
         return other
 
     def _forced(self, sequence: Sequence | None, most: int) -> int:
-        """Return the number of drafts that a sequence's grammar forces, at most `most` and its matcher's `most`.
+        """Return the number of drafts of a sequence's `Matcher.drafts`: at most `most` and its matcher's `most`.
 
-        0 without a grammar, for a free slot or a finished sequence, and after a GrammarError, which ends it.
+        0 without a grammar, for a free slot or a finished sequence, and if a GrammarError ends the sequence.
         """
         matcher = sequence.picker.matcher if sequence else None
         if sequence is None or sequence.finished or matcher is None or not matcher.most:
@@ -200,9 +201,9 @@ class Steps:
             return 0
 
     def begin_pass(self, new: PoolCycle) -> None:
-        """Submit the target's pass of a cycle with grammars, and write its masks; then build a missing run.
+        """Submit the target's pass of a cycle with grammars, and write its masks; then set its run, unless it is set.
 
-        It is missing with a caller's sampler or processors.
+        The run is not yet set if any sequence has a caller's sampler or processors (`choose_late`).
         """
         passed, masks = new.passed, new.masks
         assert passed

@@ -42,8 +42,8 @@ class Sequence:
     first row in the newest run, and in the next one. slot: of the pool. finished: no more of its tokens are returned.
     max_positions: maximum length of its cache; without a limit of tokens, what a given cache contains, the prompt and
     one more.
-    started: whether its prefill has begun. encoding: the unfinished encoding of the picture that is read next.
-    error: that ended it, until the generator takes it to raise it.
+    started: whether its prefill has begun. encoding: the iterator of `picture_rows.encoding` that has begun, or None.
+    error: the exception that ended the sequence, None once `BatchGenerator` has taken it to raise it.
     """
 
     uid: int
@@ -101,7 +101,7 @@ class Sequence:
         return responses
 
     def fail(self, error: Exception) -> None:
-        """End this sequence and store the error of its sampler, processor, prefill or lone cycle; raises nothing."""
+        """End this sequence and store the exception that ended it in `error`; raises nothing."""
         self.error, self.finished = error, True
 
     def attach_cache(self, responses: list[Response]) -> list[Response]:

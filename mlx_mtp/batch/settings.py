@@ -91,8 +91,8 @@ class Settings:
         """Return a queued sequence made of one prompt's arguments of `BatchGenerator.insert_segments`.
 
         sampler, seed, k: None gives this batch's own value. cache, stats: None gives a new one; processors, stops,
-        grammar: none. A given cache is copied. Empty segments are skipped; at least one must have tokens. Raises
-        ValueError for an invalid argument, such as a grammar without a tokenizer, or low memory.
+        grammar, pictures: none. A given cache is copied. Empty segments are skipped; at least one must have tokens.
+        Raises ValueError for an invalid argument, such as a grammar without a tokenizer, or low memory.
         """
         seeing = self.model.vision is not None
         pieces = [checked.token_ids(p, self.model.vocab_size, pictures=seeing) for p in segments if len(p)]

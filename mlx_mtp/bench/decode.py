@@ -4,8 +4,8 @@ A speed is the number of tokens after the first, divided by the time since the f
 "adaptive" is the default of our loop: it measures costs while it generates, and keeps them for the next prompt.
 Under grammars the loops are ours alone: plain, plain without the grammar, and with drafts of the heads, of the
 grammar, and of both.
-All loops start from the same state: a prompt without its last token is prefilled once, and each generation continues
-a copy of that cache.
+All runs start from the same state: each loop prefills a prompt without its last token once, and each of the loop's
+generations continues a copy of that cache.
 """
 
 import copy

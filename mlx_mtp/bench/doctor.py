@@ -190,7 +190,7 @@ class ExaminedModel:
     def facts(self) -> Found:
         """Return the model's facts, with the report of its kernels as "kernels".
 
-        "found" is their check on the model's own shapes, [] without a GPU.
+        "found" is the check of these kernels on the model's own shapes; [] without a Metal GPU.
         """
         own, kernels = [], self.kernels
         if on_metal():

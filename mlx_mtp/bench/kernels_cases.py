@@ -67,9 +67,9 @@ def linear(n: int, k: int, bits: int = 4, group_size: int = 64) -> nn.QuantizedL
 
 
 def blocks(mode: str, module: Any) -> Any:
-    """Return an unquantized module in a block format, with random codes, and equal scales in each row.
+    """Return a module of the shape of the unquantized `module` in a block format, with random codes.
 
-    Quantizing its weights would need more memory than the layer.
+    All rows have the same scales. Quantizing random weights instead would need more memory than the layer.
     """
     form, (*rows, k) = BLOCK_FORMATS[mode], module.weight.shape
     codes = mx.random.randint(0, 2**16, (*rows, k * form.bits // 16), mx.uint16).view(mx.uint32)
@@ -126,9 +126,10 @@ def per_head(n: int, heads: int) -> PerHead:
 
 
 def experts(count: int, inner: int, hidden: int, top_k: int, mode: str = "affine") -> Mixture:
-    """Return a mixture with random bits as weights, because quantizing them would need more memory than the layer.
+    """Return a mixture of `count` experts whose packed weights are random bits.
 
-    mode: "affine" for 4 bits and groups of 64, or a block format.
+    Quantizing random weights instead would need more memory than the layer. mode: "affine" for 4 bits and groups of
+    64, or a block format. top_k: experts per token.
     """
     switch = SwitchGLU(hidden, inner, count)
     if mode == "affine":

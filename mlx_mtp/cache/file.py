@@ -83,8 +83,8 @@ def load_prompt_cache(file: str | Path, model: CachedModel, *, check_memory: boo
     """Return the cache that `save_prompt_cache` wrote to a file, without its heads' part if `model` has no heads.
 
     Of a split model each rank reads its own file. Raises ValueError with the reason if the file is not a prompt
-    cache, is damaged, has another format version, belongs to another model, other heads or another rank, or (unless
-    check_memory is False) if memory is too small; OSError if it cannot be read.
+    cache, is damaged, has another format version, belongs to another model, vision tower, rank or other heads, or
+    (unless check_memory is False) if memory is too small; OSError if it cannot be read.
     """
     file = _own_file(file, model)
     with file.open("rb") as f:  # the same file from here on, even if another process replaces it
@@ -100,7 +100,10 @@ def load_prompt_cache(file: str | Path, model: CachedModel, *, check_memory: boo
         if model.head_windows() and state.get("heads") and state.get("model_heads") != fingerprint(model, heads=True):
             raise ValueError(f"{file}: made with other MTP heads or another drafter; load those, or make it again")
         if state.get("pictures") and (model.vision is None or state.get("vision") != model.vision.fingerprint):
-            raise ValueError(f"{file}: made with pictures and another vision tower; load that one, or make it again")
+            raise ValueError(
+                f"{file}: made with pictures, whose vision tower or settings this model does not have; load it with "
+                "those, or make the file again"
+            )
         check_room(f"{file}:", os.fstat(f.fileno()).st_size, ignore=not check_memory)
         f.seek(0)
         try:
@@ -150,7 +153,10 @@ def _state(cache: PromptCache) -> dict[str, Any]:
 
 
 def _pictures(cache: PromptCache) -> dict[str, Any]:
-    """Return the first row, height and width of each picture among a cache's tokens, and the tower they depend on."""
+    """Return {"pictures": [first row, height, width] of each picture, "vision": the vision tower's fingerprint}.
+
+    The first row is an index among the cache's tokens; height and width are in rows of the prompt.
+    """
     return {"pictures": [list(place[:3]) for place in cache.places], "vision": cache.model.vision.fingerprint}
 
 
@@ -189,15 +195,15 @@ def _restored(model: CachedModel, state: dict[str, Any], arrays: dict[str, mx.ar
 
 
 def _check_tokens(tokens: list[int], pictures: list[list[int]], vocab_size: int) -> None:
-    """Raise ValueError unless tokens are the model's, and negative ones exactly the rows of the pictures.
+    """Raise ValueError unless each token is either the model's or a row of a picture, and the pictures are these.
 
-    pictures: first row, height and width of each.
+    pictures: [first row, height, width] of each, in order; without any, no token may be negative.
     """
     least = -(2**63) if pictures else 0
     if not all(type(token) is int and least <= token < vocab_size for token in tokens):
         raise ValueError("its tokens are not the model's")
     if [list(place[:3]) for place in places_in(tokens)] != pictures:
-        raise ValueError("its pictures are not those of its tokens")
+        raise ValueError("its list of pictures does not match its tokens")
 
 
 def _filled(kind: type[Any], values: dict[str, Any] | None) -> Any:
@@ -213,7 +219,7 @@ def _filled(kind: type[Any], values: dict[str, Any] | None) -> Any:
 
 
 def _check(cache: PromptCache) -> None:
-    """Raise ValueError if tokens, kinds of layers or positions do not fit the model, or arrays the positions.
+    """Raise ValueError if kinds of layers or positions do not fit the model, or arrays do not fit the positions.
 
     A checksum does not prove who wrote a file.
     """

@@ -38,7 +38,7 @@ class LayerCache:
     parts:  the arrays; () before the first row.
     start:  the first position with contents; int32 [1] in a recorded cycle.
     shift:  added to a text row's number for its RoPE position: an int, 0 without pictures, or int32 [1].
-    axes:   RoPE positions of the rows of a call on three axes, int32 [3, L], during a call that reads a picture.
+    axes:   RoPE positions of a call's rows on three axes, int32 [3, L], if the call reads a picture, else None.
     window: number of positions held, None for all: the first `keep` and the last ones.
     config: entry for this cache in `kinds.from_configs`, which creates it without its `parts`; in files as JSON.
     once:   shared with the sequence's other layers.
@@ -69,7 +69,7 @@ class LayerCache:
 
     @property
     def position(self) -> Any:
-        """RoPE position of the next row, an int or int32 [1]; of rows of a picture all positions, int32 [3, L]."""
+        """RoPE position of the next row, an int or int32 [1]; in a call that reads a picture `axes`, int32 [3, L]."""
         if self.axes is not None:
             return self.axes
         return (
@@ -130,7 +130,7 @@ class LayerCache:
 
 
 def moved(offset: Any, shift: Any) -> Any:
-    """Return the sum of a row number and a shift; a function of its own for `OncePerPass`."""
+    """Return offset + shift. `OncePerPass` stores its result by this function, so it needs a name."""
     return offset + shift
 
 
@@ -147,7 +147,8 @@ class CachedModel(Protocol):
 
     mtp: its MTP heads. args: config.json's fields. vocab_size: V. NO_KV_BITS: why keys and values cannot be
     quantized, None if they can. runtime: its adapters and other state that is no part of its weights.
-    axes: numbers of RoPE's frequencies by axis; () for a model whose pictures have the positions of text.
+    axes: the number of RoPE frequencies that turn with each of the three axes of a picture's positions; () for a
+    model whose pictures have the positions of text.
     vision: `Runtime.vision`.
     """
 

@@ -27,7 +27,7 @@ class PoolForm(NamedTuple):
 
     layers, heads: the `config`s of one sequence's caches; no heads if they are not in the step. span: the slots of a
     pass, and the number of all slots. starts: per cache in the step, whether any sequence's `start` is above 0.
-    shifted: whether pictures shift the positions of any sequence.
+    shifted: whether any sequence has a shift of RoPE positions, which its pictures cause, other than 0.
     """
 
     layers: tuple
@@ -51,7 +51,7 @@ class Pool(StepCache):
 
     has_heads: the heads are in the pool. missed: of each plain cycle that the heads have not read, hidden rows
     [n, 1, H] and the tokens [n, 1] that follow. configs: the `config`s of one sequence's (layers, heads).
-    shifts: `next_shift` of the sequence of each row.
+    shifts: for each row of the pass, `next_shift` of its sequence; a free slot repeats another sequence's.
     """
 
     def __init__(self, like: PromptCache):

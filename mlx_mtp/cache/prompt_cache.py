@@ -31,7 +31,7 @@ class PromptForm(NamedTuple):
     """Everything besides arrays that a step on a PromptCache depends on.
 
     context: of the caches. layers, heads: their `config`s; no heads if they are not in the step, and heads without
-    `start`, which is an input. shifted: whether pictures shift positions; the shift itself is an input.
+    `start`, which is an input. shifted: whether `next_shift` is not 0; the shift itself is an input.
     """
 
     context: int

@@ -12,9 +12,9 @@ from ..pictures.rows import Picture
 class PromptPrefix:
     """The start of a first message, which later text continues; stored in the file of the cache that holds its state.
 
-    template:  the prompt passes through the chat template, with the variables `template_config`.
+    template:  whether the chat template is used, with the variables `template_config`.
     model, eos_token: --model and --eos-token of the command that made the file; None: its default.
-    images:    of the pictures before the prompt, what `pictures_as_json` returns.
+    images:    `pictures_as_json` of the pictures before the prompt: their digests and sizes, no pixels.
     """
 
     prompt: str
@@ -30,7 +30,7 @@ class PromptPrefix:
 
     @property
     def pictures(self) -> tuple[Picture, ...]:
-        """The pictures before the prompt, without their images."""
+        """The pictures before the prompt, in order, with `image` None; () if there are none."""
         return pictures_from_json(self.images)
 
     def check(self, **requested: Any) -> None:

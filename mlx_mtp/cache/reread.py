@@ -10,10 +10,11 @@ from .prompt_cache import PromptCache
 
 @contextmanager
 def rebuilt(cache: PromptCache) -> Iterator[PromptCache]:
-    """Context that yields an empty cache, into which the tokens of `cache` are read; `cache` has its contents then.
+    """Context that yields an empty cache, into which the block reads the tokens of `cache` again.
 
-    A ValueError states that the tokens cannot be read again: the images of pictures are dropped once they are read,
-    so their features must still be stored.
+    At the end `cache` gets its contents, with paused heads. A ValueError in the block is raised as one which states
+    that the prompt cannot be read again. One cause: a picture's image is dropped once it is read, so a picture whose
+    features are no longer stored cannot be encoded.
     """
     fresh = empty_like(cache)
     with one_line("a kernel failed, the caches are lost, and the prompt cannot be read again", (ValueError,)):
@@ -22,9 +23,9 @@ def rebuilt(cache: PromptCache) -> Iterator[PromptCache]:
 
 
 def empty_like(cache: PromptCache) -> PromptCache:
-    """Return an empty cache that equals this one after it has read the same tokens, with the same pictures.
+    """Return an empty cache that equals `cache` once it has read the same tokens; it has the same `pictures`.
 
-    Layers that were quantized during the sequence are unquantized again, to be quantized at the same position.
+    Layers that were quantized during the sequence start unquantized, and will be quantized at the same position.
     """
     new = cache.like_new()
     new.pictures = cache.pictures

@@ -11,7 +11,7 @@ class CacheArrays(NamedTuple):
     """The arrays of a StepCache that a step reads and writes, without those of a drafter that is not in the step.
 
     ends: position of the target, and of the drafter or None: int32 [n], or an int while the host counts.
-    shift: added to row numbers for RoPE, int32 [n]; None without pictures.
+    shift: added to row numbers to get RoPE positions, int32 [n]; None if it is 0 for all.
     """
 
     ends: tuple[Any, Any]
@@ -56,7 +56,7 @@ class StepCache(Protocol):
         return CacheArrays(ends, [c.parts for c in self.stepped], self.kept if self.live else [], shift)
 
     def load(self, arrays: CacheArrays, limit: int, heads_limit: int) -> None:
-        """Set the positions and arrays that `unload` or a step returned, and the positions' upper bounds."""
+        """Set the positions, shift and arrays that `unload` or a step returned, and the positions' upper bounds."""
         parts, shift = iter(arrays.parts), 0 if arrays.shift is None else arrays.shift
         for c in self.stepped:
             c.shift = shift

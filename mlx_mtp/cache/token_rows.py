@@ -1,4 +1,4 @@
-"""Hold the tokens of a prompt cache; their pictures shift the RoPE positions of later rows."""
+"""Hold the tokens of a prompt cache, and the shift of later rows' RoPE positions that its pictures cause."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -12,11 +12,11 @@ from .layer_cache import LayerCache
 
 
 class TokenRows:
-    """Mixin of PromptCache: its tokens, of which a row of a picture is a negative one, and `trim`.
+    """Mixin of PromptCache: its tokens, and `trim`. A row of a picture is a negative token.
 
-    places: of the pictures among the tokens; the last one may be incomplete.
-    pictures: those that prompts have named, by their words.
-    features: words and features [rows, H] of the picture that is being read, or None.
+    places: the places of the pictures among the tokens; of the last picture some rows may be missing.
+    pictures: the `Picture`s that were given with prompts, by `Picture.words`; `image` is None once all rows are read.
+    features: `Picture.words` and the features [rows, H] of the picture that is being read, or None.
     """
 
     model: Any
@@ -34,7 +34,10 @@ class TokenRows:
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens held; assigning a list sets `places`, and the shift of all caches to that of the next row."""
+        """The tokens held. Assigning a list also sets `places` and `shift` of all caches, and drops read images.
+
+        Raises ValueError for negative tokens that are no picture's.
+        """
         return self._tokens
 
     @tokens.setter
@@ -55,17 +58,17 @@ class TokenRows:
 
     @property
     def next_shift(self) -> int:
-        """The number added to the row number of the next text row to get its RoPE position."""
+        """The number, 0 or less, added to the next row's number to get its RoPE position if that is a row of text."""
         return shift_at(self.places, self.offset) if getattr(self.model, "axes", ()) else 0
 
     def place_rows(self) -> None:
-        """Set the shift of all caches to that of the next text row."""
+        """Set `shift` of all caches to `next_shift`, and `axes` to None."""
         shift = self.next_shift
         for c in self.caches:
             c.shift, c.axes = shift, None
 
     def name_pictures(self, pictures: Iterable[Picture]) -> None:
-        """Add pictures to those whose features may be needed when a prompt is read; drop images of those read."""
+        """Add pictures to `pictures`; then set `image` to None in those whose rows have all been read."""
         known = {**self.pictures, **{picture.words: picture for picture in pictures}}
         for words in {place.words for place in self.places if place.end <= self.offset} & known.keys():
             known[words] = replace(known[words], image=None)
@@ -81,19 +84,22 @@ class TokenRows:
         return sum(rows.shape[1] for rows in self.backlog)
 
     def settle(self, tokens: list[int]) -> None:
-        """Rest the cache with these tokens held."""
+        """Set the cache's state between generations, with these tokens held; `PromptCache` implements it."""
         ...
 
     def is_trimmable(self) -> bool:
-        """Return whether `trim` can drop any tokens; False with a recurrent state or a ring that may have wrapped."""
+        """Return whether `trim` can drop any number of tokens.
+
+        False with a recurrent state, a ring that may have wrapped, or caches of mlx-lm that cannot be trimmed.
+        """
         return all(c.trims for c in self.caches)
 
     @in_turn()
     def trim(self, n: int) -> int:
         """Drop the last n tokens, or all if there are fewer; return the number dropped, 0 if not trimmable.
 
-        A picture is dropped as a whole, with more than n tokens if need be. A head may keep one row that it computed
-        with a dropped token; no token depends on it.
+        If that would leave a part of a picture, the whole picture is dropped, so more than n tokens. A head may keep
+        one row that it computed with a dropped token; no later token depends on that row.
         """
         left = self.offset - min(n, self.offset)
         if left == self.offset or not self.is_trimmable():

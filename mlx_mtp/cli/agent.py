@@ -31,7 +31,7 @@ LATE = 30  # seconds beyond --grace until the server is killed
 
 
 class KeepsWords(click.Command):
-    """A command whose context contains its command line in `meta`, under WORDS."""
+    """A command whose context contains the list of its command line's words in `meta`, under WORDS."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[WORDS] = list(args)
@@ -39,7 +39,10 @@ class KeepsWords(click.Command):
 
 
 def uninstall(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
-    """Remove the agent and exit, if `value`; ClickException if there is none, or if it could not be ended."""
+    """End the agent, delete its unit and exit, if `value`; else do nothing.
+
+    ClickException if there is no unit, and if the agent may not have ended, after its unit has been deleted.
+    """
     if not value or ctx.resilient_parsing:
         return
     from ..serve.agent import manager
@@ -73,10 +76,11 @@ agent_options = (
 
 
 def install_agent(ctx: click.Context, address: str) -> None:
-    """Write and load the agent whose command is this one without --install-agent; download each --model before.
+    """Write a unit that runs this command line without --install-agent, and load it; download each --model before.
 
-    address: of the server, without a final slash. ClickException if the unit is written but cannot be loaded;
-    ValueError if a model is missing or the unit cannot be written.
+    An API key becomes a variable of the unit. address: the server's URL, without a final slash. UsageError on several
+    ranks; ClickException if the unit is written but cannot be loaded; ValueError if a model is not found or the unit
+    cannot contain the command line; OSError if the unit cannot be written.
     """
     check_flags(install_agent=True)
     for model in ctx.params["models"] or ([] if ctx.params["models_dir"] else [None]):
@@ -96,7 +100,7 @@ def install_agent(ctx: click.Context, address: str) -> None:
 
 
 def _words(ctx: click.Context) -> Iterator[str]:
-    """Yield the options of the command line, with absolute paths, without secrets and those of agents."""
+    """Yield the words of the command line's options, with absolute paths, without API keys and agent_options."""
     given, _, _ = ctx.command.make_parser(ctx).parse_args(list(ctx.meta[WORDS]))
     for param in ctx.command.params:
         if param.name not in given or param.name in (INSTALL, UNINSTALL, *SECRETS):
@@ -110,14 +114,14 @@ def _words(ctx: click.Context) -> Iterator[str]:
 
 
 def _absolute(param: click.Parameter, value: str) -> str:
-    """Return an option's value; a path as an absolute one, and "~" as the home directory."""
+    """Return an option's value, but a path, of a file option or that exists, as an absolute path without "~"."""
     path = Path(value).expanduser()
     is_path = isinstance(param.type, click.Path) or (param.name in NAMES and path.exists())
     return os.path.abspath(path) if is_path else value
 
 
 def _environment(ctx: click.Context) -> dict[str, str]:
-    """Return the variables for the unit: those of this process that a server reads, and the secrets of options."""
+    """Return the unit's environment variables by name: CARRIED, ALSO_CARRIED, proxies and API keys."""
     kept = {
         name: value
         for name, value in os.environ.items()

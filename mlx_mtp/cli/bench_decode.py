@@ -49,10 +49,10 @@ def decode(**flags: Any) -> None:
     drafted ones with --synth-rates; a difference is reported, and in float32 the exit code is then 1 unless the
     target's cache is quantized.
 
-    With --image the prompts are the pictures alone, each with one question; mlx-lm's loop cannot read them.
+    With --image there is one prompt per picture instead, with a question about it; mlx-lm's loop cannot read these.
 
-    With --grammar the contenders are our plain loop under the grammar, drafts of the heads, of the grammar, both, and
-    our plain loop without the grammar, whose text may differ.
+    With --grammar the contenders are our loops under the grammar: plain, with drafts of the heads, of the grammar,
+    and of both; and our plain loop without the grammar, whose text may differ.
 
     `mlx-mtp verify-lossless` judges whether rounding explains a difference; `mlx-mtp doctor` checks and times each
     kernel; `mlx-mtp bench profile` and `mlx-mtp bench verify` show where the time goes.
@@ -80,7 +80,7 @@ def decode(**flags: Any) -> None:
 
 
 def _check_images(flags: dict[str, Any]) -> None:
-    """Raise UsageError if --image is combined with other prompts, or with acceptance that is not the model's."""
+    """Raise UsageError if --image is combined with an option for other prompts, --grammar or --synth-rates."""
     names = "contexts", "categories", "each", "preset", "synth_rates", "grammar"
     if given := next((name for name in names if flags[name]), None):
         flag = "prompts" if given == "each" else given.replace("_", "-")

@@ -41,7 +41,7 @@ class Command(NamedTuple):
 def execute(chat: Chat, name: str, argument: str) -> str:
     """Run a command other than /exit; return what to print, "" for nothing.
 
-    Raises ValueError or OSError if it cannot be run, and SubprocessError if the clipboard's program fails.
+    Raises ValueError for an unknown command, and ValueError or OSError if the command fails.
     """
     command = COMMANDS.get(name)
     if command is None:
@@ -60,7 +60,8 @@ def completions() -> dict[str, Iterable[str] | None]:
 def named_files(names: str, command: str) -> list[Path]:
     """Return the paths that follow a command such as /image: one, as `named_file` reads it, if that file exists.
 
-    Otherwise they are words as in a shell: spaces separate them unless quoted or escaped, as in dropped files.
+    Otherwise `names` is split as in a shell: spaces separate paths unless quoted or escaped, as in dropped files;
+    with a quote that does not end it is one path. ValueError for an empty text.
     """
     only = named_file(names, command)
     if only.exists():
@@ -103,7 +104,10 @@ def _retry(chat: Chat, _: str) -> str:
 
 
 def _edit(chat: Chat, text: str) -> str:
-    """Replace the last message by `text` and answer it; without `text` let the next prompt edit that message."""
+    """Replace the last message's text by `text` and answer it; without `text` let the next prompt edit that message.
+
+    Its files and pictures stay. Returns "". ValueError without a message, or without `text` if there is no terminal.
+    """
     _ = chat.session.last_message  # raises without one
     if not text and not chat.interactive:
         raise ValueError("/edit: no terminal to edit in; write /edit TEXT")
@@ -114,7 +118,10 @@ def _edit(chat: Chat, text: str) -> str:
 
 
 def _copy(chat: Chat, _: str) -> str:
-    """Copy the last answer to the clipboard by a program of CLIPBOARDS, else by an escape code for the terminal."""
+    """Copy the last answer to the clipboard by a program of CLIPBOARDS, else by an escape code for the terminal.
+
+    Returns a confirmation, "" on a rank above 0. ValueError without an answer, or if neither way is possible.
+    """
     answers = [message["content"] for message in chat.session.messages if message["role"] == "assistant"]
     if not answers:
         raise ValueError("/copy: there is no answer yet")
@@ -128,7 +135,8 @@ def _copy(chat: Chat, _: str) -> str:
                 raise ValueError(f"/copy: {command[0]} failed ({first_line(e)})") from None
             return f"Copied {count(len(answers[-1]), 'character')}."
     if not chat.interactive or dumb():
-        raise ValueError(f"/copy: no clipboard; it needs one of {', '.join(command[0] for _, command in CLIPBOARDS)}")
+        known = ", ".join(command[0] for _, command in CLIPBOARDS)
+        raise ValueError(f"/copy: no clipboard; it needs one of {known}, and the display that this program uses")
     sys.stdout.write(f"\x1b]52;c;{base64.b64encode(answers[-1].encode()).decode()}\a")
     return f"Sent {count(len(answers[-1]), 'character')} to the terminal's clipboard."
 
@@ -153,7 +161,7 @@ def _file(chat: Chat, name: str) -> str:
 
 
 def _image(chat: Chat, names: str) -> str:
-    """Add pictures to the next message; return their sizes in pixels and in tokens."""
+    """Add pictures to the next message; return each one's number of tokens, and the number of all its pictures."""
     if not names:
         raise ValueError("/image: name a picture, as in /image photo.jpg, or drop one on the terminal")
     files = named_files(names, "/image")

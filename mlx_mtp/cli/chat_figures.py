@@ -35,7 +35,7 @@ def context_used(session: ChatSession) -> str:
 
 
 def mtp_state(session: ChatSession) -> str:
-    """Return, as text, whether the next answer will use drafts, and their number per cycle."""
+    """Return, as text, whether the next answer will use drafts, and their number, or maximum, per cycle."""
     k = session.num_draft_tokens
     most = "up to " if session.options.get("adaptive", True) else ""
     return f"MTP on, {most}{count(k, 'draft')} per cycle" if k else "MTP off"

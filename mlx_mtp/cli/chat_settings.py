@@ -18,9 +18,10 @@ NAMES = sorted({*KINDS, *ALIASES} - {"temp"})
 
 
 def apply_penalties(session: ChatSession, penalties: Mapping[str, float]) -> None:
-    """Apply mlx-lm's penalties, by name, in later turns instead of earlier ones; neutral values are ignored.
+    """Apply these of mlx-lm's penalties, by name, in later turns; they replace all penalties that were set before.
 
-    Raises ValueError, without a change, for a repetition_penalty that is not above 0.
+    Values without effect (PENALTIES) are ignored. Raises ValueError, without a change, for a repetition_penalty that
+    is not above 0.
     """
     if penalties.get("repetition_penalty", 1.0) <= 0:
         raise ValueError(f"repetition_penalty={penalties['repetition_penalty']}: allowed is above 0")

@@ -54,7 +54,7 @@ class Chat:
         self.start_over()
 
     def start_over(self) -> None:
-        """Drop the turns, files and pictures of the previous conversation; the session itself is unchanged."""
+        """Drop the turns, typed text, files and pictures of the previous conversation; the session is unchanged."""
         self.turns: list[Turn] = []
         self.pictures: list[Picture] = []
         self.files: list[File] = []
@@ -62,7 +62,7 @@ class Chat:
         self._typed: str | None = None
 
     def run(self, notice: str = "") -> None:
-        """Run until /exit, the end of input, or two Ctrl-C at the prompt, on several ranks one.
+        """Run until /exit, the end of input, or two Ctrl-C on an empty line (on several ranks one).
 
         notice: printed before the first prompt of a terminal, unless quiet.
         """
@@ -96,7 +96,7 @@ class Chat:
         return self.read(default=(self._typed or self.session.last_message) if self.edits else "")
 
     def confirm(self, question: str) -> bool:
-        """Ask on a terminal whether to do something; without one, and on several ranks, return False."""
+        """Return whether the user agrees to a question; without a terminal, and on several ranks, False unasked."""
         return self.interactive and not self.ranks and self.read.confirm(question)
 
     def _command(self, name: str, argument: str = "") -> None:
@@ -110,7 +110,7 @@ class Chat:
             click.echo("error: " + printable(first_line(e)), err=True)
 
     def with_files(self, text: str, files: list[File]) -> str:
-        """Return a message of the files, each in a code block under its name, and then `text`; they become `sent`."""
+        """Return a message's text: the files, each in a code block under its name, then `text`. Sets `sent`."""
         self.sent, blocks = files, []
         for name, content in files:
             fence = "`" * max(3, 1 + max(map(len, re.findall("`+", content)), default=0))
@@ -118,7 +118,10 @@ class Chat:
         return "".join(blocks) + text
 
     def replace_last(self, text: str) -> None:
-        """Replace the text of the last message and answer it; if nothing is generated nothing changes."""
+        """Replace the last message's text, but not its pictures, and answer it.
+
+        If no token is generated, the conversation stays as it was. ValueError without a message.
+        """
         before, pictures = self.session.messages, self.session.last_pictures
         self.session.take_back()
         self._answer(text, pictures)
@@ -128,7 +131,7 @@ class Chat:
     def _message(self, text: str, *, edits: bool) -> None:
         """Answer a message that the user has typed.
 
-        edits: it replaces the last one, and contains the same files and pictures.
+        edits: it replaces the last message, and has the same files and pictures as that.
         """
         self._typed = text
         if edits:

@@ -17,10 +17,10 @@ LAYOUT = 'expected {"messages": [{"role": "user", "content": "..."}, ...]}'
 
 
 def save(file: Path, session: ChatSession) -> None:
-    """Write a session's conversation to a file, which must not exist yet or contain a conversation.
+    """Write a session's conversation to a file; a file that contains a conversation is replaced.
 
-    Raises ValueError if it contains anything else or its directory is missing, and for pictures of a prompt cache,
-    whose images are not stored; OSError if it cannot be read or written.
+    Raises ValueError if the file contains anything else or its directory is missing, and for pictures of a prompt
+    cache, which does not contain their images; OSError if the file cannot be read or written.
     """
     if not file.absolute().parent.is_dir():
         raise ValueError(f"{file}: no directory {file.parent}")
@@ -46,7 +46,7 @@ def load(file: Path, session: ChatSession) -> None:
 
 
 def _with_urls(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message of a session with its pictures as `data:` URLs of PNG files."""
+    """Return a session's message with its pictures as `data:` URLs of PNG files; ValueError without their images."""
     if not (pictures := message.get("pictures")):
         return message
     urls = []
@@ -62,10 +62,9 @@ def _with_urls(message: dict[str, Any]) -> dict[str, Any]:
 def read(file: Path) -> tuple[list[dict[str, Any]], int]:
     """Read messages and the number of answers from a file of `save`, or from a JSON list of messages.
 
-    A message's "pictures" are `data:` URLs.
-    Without a number, it is that of the assistant's messages. Raises a one-line ValueError for no regular file, and
-    unless the messages are [system], then user and assistant in turn up to an assistant's, or none; OSError if the
-    file cannot be read.
+    A message's "pictures" are `data:` URLs. A file without a number of answers has one per assistant's message.
+    Raises a one-line ValueError if it is no regular file, and unless the messages are [system], then user and
+    assistant in turn up to an assistant's, or none; OSError if the file cannot be read.
     """
     if file.exists() and not file.is_file():  # a device may never end
         raise ValueError(f"{file}: not a regular file")
@@ -89,7 +88,10 @@ def read(file: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _check(where: str, message: Any, role: str) -> None:
-    """Raise ValueError unless this is a message of this role, with a valid text; a user's may have pictures."""
+    """Raise ValueError unless this is a message of this role, with a text of valid Unicode.
+
+    A user's may have "pictures", a list of `data:` URLs. where: the file and the message's number, for errors.
+    """
     keys = {"role", "content"} | ({"pictures"} if role == "user" else set())
     if not isinstance(message, dict) or not {"role", "content"} <= message.keys() <= keys:
         raise ValueError(f'{where}: expected {{"role": "{role}", "content": "..."}}')

@@ -62,10 +62,9 @@ def refuse_upload(_ctx: click.Context, _param: click.Parameter, value: str | Non
 def convert(**flags: Any) -> None:
     """Convert a checkpoint for MLX with its MTP heads.
 
-    A vision tower is copied unchanged, to vision.safetensors.
-    The heads have their own quantization, because few bits in a head cost accepted drafts. A conversion needs memory
-    for the largest tensor only. An interrupted conversion leaves nothing that looks complete.
-    A GGUF file keeps its blocks (docs/gguf.md).
+    A vision tower is copied unchanged, to vision.safetensors. The heads have their own quantization, because few bits
+    in a head cost accepted drafts. A conversion needs memory for the largest tensor only. An interrupted conversion
+    leaves nothing that looks complete. A GGUF file keeps its blocks (docs/gguf.md).
     """
     if flags["gguf"] or str(flags["hf_path"]).endswith(".gguf"):
         return convert_gguf(_of_gguf(flags))
@@ -105,7 +104,10 @@ def _of_gguf(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(flags: dict[str, Any]) -> None:
-    """Raise UsageError for flags that would have no effect, and for --hf-path or a partner of --mtp-path missing."""
+    """Raise UsageError for flags that would have no effect, and for missing ones.
+
+    Needed are --hf-path, and --mtp-only and --mtp-path, or --vision-only and --vision-path, together.
+    """
     if not flags["hf_path"]:
         raise click.UsageError("--hf-path or --gguf is missing")
     for name in OF_GGUF:

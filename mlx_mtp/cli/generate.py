@@ -68,7 +68,7 @@ def generate(**flags: Any) -> None:
 
 
 def _note_advice(flags: dict[str, Any]) -> None:
-    """Print a note on stderr if the checkpoint advises a temperature, and decoding is greedy without --temp."""
+    """Print a note on stderr if the checkpoint advises a temperature above 0 and --temp is not given."""
     found = advised_and_not_given(flags)
     if found.get("temp") and not flags["temp"]:
         values = ", ".join(f"{name} {value}" for name, value in found.items())
@@ -78,7 +78,7 @@ def _note_advice(flags: dict[str, Any]) -> None:
 def _tokens(tokenizer: Any, text: str, flags: dict[str, Any], vision: Any, pictures: Sequence[Any]) -> list[int]:
     """Encode the prompt, with the chat template unless it is missing or ignored; pictures precede its text.
 
-    vision: the model's. If the prompt has no token, raises ValueError with the template and UsageError without.
+    vision: `Target.vision`. A prompt without a token raises ValueError with the template and UsageError without it.
     """
     from ..checkpoint.chat_template import encode_messages
     from ..pictures.prompt import with_pictures
@@ -107,8 +107,8 @@ def _following(
 ) -> list[int]:
     """Return the tokens that follow those of a saved cache, when `text` is appended to the cache's own prompt.
 
-    vision: the model's. For a cache without a known prompt, they are the text's. UsageError for pictures, which would
-    precede the cache's prompt, and if the prompt now has other first tokens;
+    vision: `Target.vision`. For a cache without `prefix`, they are the text's tokens. UsageError for any pictures,
+    which would precede the cache's prompt, and if the prompt with the text does not begin with the cache's tokens;
     ValueError as `PromptPrefix.check` for other flags than the cache's.
     """
     prefix = cache.prefix

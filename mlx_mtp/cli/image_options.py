@@ -19,7 +19,10 @@ class WithImages(click.Command):
 
 
 def spread(args: list[str]) -> list[str]:
-    """Return arguments in which each value of an option of SEVERAL has the option's name before it."""
+    """Return arguments in which each value of an option of SEVERAL has the option's name before it.
+
+    `--image A B` becomes `--image A --image B`. Arguments from `--` on are unchanged.
+    """
     found: list[str] = []
     name, values = "", 0
     for i, arg in enumerate(args):
@@ -71,6 +74,6 @@ image_options = options(
         type=IntRange(1, 1 << 16),
         callback=_shape,
         metavar="W [H]",
-        help="Scale each picture to fit this width and height in pixels.",
+        help="Scale each picture, with its ratio kept, to fit this width and height in pixels; H is W by default.",
     ),
 )

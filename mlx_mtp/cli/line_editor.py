@@ -43,10 +43,11 @@ class CommandCompleter(Completer):
 
 
 def make_editor(*, bold: bool, typed_on: Callable[[], None], values: Values) -> Any:
-    """Return a prompt_toolkit session, whose `prompt()` returns a message, and raises EOFError for Ctrl-D.
+    """Return a prompt_toolkit session, whose `prompt()` returns a message.
 
-    Ctrl-C calls `typed_on` and clears the line; on an empty line it raises KeyboardInterrupt. bold: of the prompt.
-    values: the completions of each command, as `CommandCompleter` takes them.
+    If nothing is typed yet, Ctrl-D raises EOFError and Ctrl-C KeyboardInterrupt; later Ctrl-C calls `typed_on` and
+    clears the message. bold: show the prompt in bold. values: the completions of each command, as `CommandCompleter`
+    takes them.
     """
     # The cursor's position is not needed; without this a terminal that cannot report it shows a warning.
     os.environ.setdefault("PROMPT_TOOLKIT_NO_CPR", "1")
@@ -79,7 +80,7 @@ def make_editor(*, bold: bool, typed_on: Callable[[], None], values: Values) -> 
 
 
 def kept_history() -> History:
-    """Return the history of earlier sessions, in a file that only the user can read.
+    """Return the history of earlier sessions, in a file that is created so that only the user can read it.
 
     A file larger than LONGEST bytes is deleted first. If it cannot be written, the history is this session's alone.
     """

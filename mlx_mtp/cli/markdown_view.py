@@ -116,7 +116,7 @@ class MarkdownView:
         self._final, self._drawn = 0, []
 
     def _lines(self, text: str) -> list[str]:
-        """Return a text's rendered lines; a block of Markdown that is not the answer's first follows a blank line."""
+        """Return a text's rendered lines, with a blank line before each block of Markdown but the answer's first."""
         found: list[str] = []
         for block in [text] if self._reasoning else blocks(text):
             lines = self._rendered(block) if block.strip() else []
@@ -133,7 +133,7 @@ class MarkdownView:
         return lines
 
     def _show(self, lines: list[str]) -> None:
-        """Redraw the last block as `lines`, but for those already above the screen, which stay as they were shown."""
+        """Redraw the last block as `lines`; those that have left the screen at the top stay as they were shown."""
         size, shown = terminal_size(), lines[self._final :]
         if not shown:
             return

@@ -6,14 +6,14 @@ from typing import Any
 
 
 def after_verify(diverged: bool, flags: Mapping[str, Any]) -> str:
-    """Return the line below a verdict of `verify-lossless`. flags: the command's."""
+    """Return the line below a verdict of `verify-lossless`, which names the next command. flags: the command's."""
     if diverged:
         return f"Next: {_command('doctor', flags)}  checks each kernel"
     return f"Next: {_command('bench decode', flags, '--quick')}  measures the speed with and without drafts"
 
 
 def after_doctor(good: bool, flags: Mapping[str, Any]) -> str:
-    """Return the line below a verdict of `doctor` on kernels and a model."""
+    """Return the line below a verdict of `doctor` on kernels and a model. good: nothing is wrong."""
     if not good:
         return f"Next: {_command('verify-lossless', flags, '--kernels', 'off')}  checks the text without our kernels"
     check, speed = _command("verify-lossless", flags), _command("bench decode", flags, "--quick")
@@ -21,7 +21,7 @@ def after_doctor(good: bool, flags: Mapping[str, Any]) -> str:
 
 
 def after_bench(different: bool, flags: Mapping[str, Any]) -> str:
-    """Return the line below a result of `bench decode`; "" for a model with random weights."""
+    """Return the line below a result of `bench decode`; "" for random weights. different: texts differ."""
     if flags["config"]:
         return ""
     check = f"Next: {_command('verify-lossless', flags)}"
@@ -31,7 +31,7 @@ def after_bench(different: bool, flags: Mapping[str, Any]) -> str:
 
 
 def _command(name: str, flags: Mapping[str, Any], *more: str) -> str:
-    """Return a command for the same model and, unless it is `doctor`, the same drafter."""
+    """Return a command line with the same --model and, unless it is `doctor`, --draft-model, and `more` words."""
     given = ("model",) if name == "doctor" else ("model", "draft_model")
     options = [word for key in given if flags.get(key) for word in (f"--{key.replace('_', '-')}", flags[key])]
     return join(["mlx-mtp", *name.split(), *options, *more])

@@ -51,7 +51,10 @@ def _show(status: Any, before: Callable[[str, int, int], None] | None, what: str
 
 @contextlib.contextmanager
 def watched(*, shown: bool) -> Iterator[None]:
-    """If `shown`, show a spinner on stderr from the first report of `report_progress` on."""
+    """If `shown`, show a spinner on stderr from the first `report_progress` in the block until the block's end.
+
+    A `watcher` that was set before receives no progress in the block.
+    """
     status = Console(stderr=True).status("")
 
     def show(what: str, done: int, total: int) -> None:

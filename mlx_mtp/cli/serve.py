@@ -1,4 +1,4 @@
-"""Define `mlx-mtp serve`: serve a model with OpenAI's and Anthropic's APIs."""
+"""Define `mlx-mtp serve`: serve one or several models with OpenAI's, Anthropic's and Ollama's APIs."""
 
 import contextlib
 import json
@@ -110,7 +110,7 @@ def serve(ctx: click.Context, **flags: Any) -> None:
 
 
 def _settings(ctx: click.Context, flags: dict[str, Any], *, several: bool) -> Any:
-    """Return the server's settings that the flags describe."""
+    """Return the server's `Settings` for the command's flags. several: it is for several models."""
     from ..serve.engine import Limits
     from ..serve.guard import Rules
     from ..serve.prefix_files import PrefixFiles
@@ -149,7 +149,8 @@ def _settings(ctx: click.Context, flags: dict[str, Any], *, several: bool) -> An
 def _is_several(flags: dict[str, Any]) -> bool:
     """Return whether the server is for several models; if not, set the flag `model` to the one model or None.
 
-    Raises UsageError for flags of one model together with several, and the reverse.
+    Raises UsageError for flags of one model (OF_ONE) with several models, for --max-memory with one model, for
+    several models on several ranks, and if --models-dir is itself a model.
     """
     several = len(flags["models"]) > 1 or flags["models_dir"] is not None
     if not several:
@@ -168,9 +169,9 @@ def _is_several(flags: dict[str, Any]) -> bool:
 
 
 def _find(flags: dict[str, Any]) -> list[Any]:
-    """Return the models that the flags name, those of --model first; download the ones that are on the hub.
+    """Return an `Offer` for each --model, in order, then for each model in --models-dir.
 
-    Raises UsageError if two have the same name.
+    A --model of the hub is downloaded. Raises UsageError if two models have the same name in requests.
     """
     from ..checkpoint.gguf.cached import is_gguf
     from ..serve.catalog import offers
@@ -181,7 +182,7 @@ def _find(flags: dict[str, Any]) -> list[Any]:
     found = offers(named, flags["models_dir"], flags["max_context"])
     names = [offer.name for offer in found]
     if double := next((name for name in names if names.count(name) > 1), None):
-        raise click.UsageError(f"two models are named {double!r}; rename one of their directories")
+        raise click.UsageError(f"two models are named {double!r}; leave one out, or rename its directory")
     return found
 
 
@@ -234,7 +235,7 @@ def _address(flags: dict[str, Any]) -> str:
 
 
 def _open_page(address: str) -> None:
-    """Open the chat page in the browser as soon as the server at `address` answers; try for ANSWERS seconds."""
+    """Open the chat page in the browser once the server at `address` answers; give up after ANSWERS seconds."""
     until = time.monotonic() + ANSWERS
     while time.monotonic() < until:
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=ANSWERS):

@@ -13,13 +13,13 @@ several_models_options = options(
     option(
         "--models-dir",
         type=click.Path(exists=True, file_okay=False, path_type=Path),
-        help="Serve all models in this folder; requests choose one by its name.",
+        help="Serve all models in this folder and up to four levels below; requests choose one by its name.",
     ),
     option(
         "--max-memory",
         type=SIZE,
-        help="With several models: maximum GB after a load, for which the least recently used are unloaded.  "
-        "[default: the memory that is free at the start]",
+        help="With several models: maximum memory after a load, such as 8GB; the least recently used are unloaded "
+        "for it.  [default: the memory that is free at the start]",
     ),
     code_option,
     loading_options,

@@ -8,7 +8,7 @@ MOST_GB = 2**20
 
 
 class Size(click.ParamType):
-    """Type of an option's value: a size such as 512MB or 2GB, or a number alone, which is in GB; returns bytes."""
+    """Type of an option whose text is a size, such as 512MB or 2GB, or a number of GB; its value is in bytes."""
 
     name = "size"
 

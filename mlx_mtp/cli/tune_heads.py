@@ -22,17 +22,29 @@ from .text_files import text_files
 )
 @click.option("--tokens", default=200_000, help="Tokens of text to record.")
 @click.option("--epochs", type=FloatRange(0.01), default=4.0, help="Passes over the recorded text.")
-@click.option("--out", default="mtp.safetensors", callback=check_place, help="File of the heads, for --mtp-path.")
+@click.option(
+    "--out", default="mtp.safetensors", callback=check_place, help="*.safetensors file to write, for --mtp-path."
+)
 @click.option("--new", is_flag=True, help="Make a new recycled head, initialised from the target's last layer.")
 @click.option(
     "--depths", type=IntRange(1, 3), default=2, help="With --new: consecutive drafts that the head is trained for."
 )
-@click.option("--draft-vocab", type=IntRange(0), default=8192, help="With --new: tokens that it drafts; 0 is all.")
-@click.option("--bits", type=Choice(["2", "3", "4", "5", "6", "8", "16"]), default="8", help="With --new: its bits.")
-@click.option("--rank", type=IntRange(1), help="Train low-rank updates of the heads' quantized matrices only.")
+@click.option(
+    "--draft-vocab",
+    type=IntRange(0),
+    default=8192,
+    help="With --new: number of different tokens that it can draft; 0 is all.",
+)
+@click.option(
+    "--bits",
+    type=Choice(["2", "3", "4", "5", "6", "8", "16"]),
+    default="8",
+    help="With --new: bits of its weights; 16 leaves them unquantized.",
+)
+@click.option("--rank", type=IntRange(1), help="Train only updates of this rank to the heads' quantized matrices.")
 @click.option("--batch", "rows", type=IntRange(1), help="Rows of a batch.  [default: at most 8, as memory allows]")
 @click.option("--dtype", type=Choice(["float32", "bfloat16"]), default="float32", help="Type of the trained weights.")
-@click.option("--learning-rate", "rate", type=FloatRange(0, min_open=True), help="Peak.  [default: 1e-3 or 2e-4]")
+@click.option("--learning-rate", "rate", type=FloatRange(0, min_open=True), help="Peak.  [default: 2e-4, --new 1e-3]")
 @click.option("--seed", type=IntRange(0, 2**31 - 1), default=0, help="Seed of the texts and of their order.")
 @click.option("--quiet", is_flag=True, help="Print no estimate and no progress.")
 @click.argument("texts", nargs=-1, metavar="[TEXTS]...", type=click.Path(exists=True, path_type=Path))
@@ -41,9 +53,9 @@ def tune_heads(model: str | None, trust_remote_code: bool, out: Path, texts: tup
 
     The model reads TEXTS and --data, and writes answers to prompts in --data; without both it writes prompts and
     answers itself. Its hidden rows and its most likely next tokens are recorded in a folder next to --out, and the
-    heads are trained to draft these tokens; the model does not change. A sixteenth of the texts is held out, and
-    measures the heads. The file is written only if more drafts are right than before. Ctrl-C keeps the best heads so
-    far; the same command continues an interrupted run.
+    heads are trained to draft these tokens; the model does not change. About a sixteenth of the texts is held out, to
+    measure the heads. The file is written only if the tokens per cycle on these texts rise. Ctrl-C keeps the best
+    heads so far; the same command continues an interrupted run.
 
     A line of --data is a JSON object with text, with messages, or with prompt and, if the model is not to write it,
     completion.

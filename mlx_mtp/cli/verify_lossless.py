@@ -38,7 +38,8 @@ def verify_lossless(**flags: Any) -> None:
     probabilities. For the heads the command measures the share of correct predictions, and whether another wiring
     increases it.
 
-    With --image, the same is checked for a prompt with each of the pictures, and one with all of them.
+    With --image, greedy and sampled output is also compared for a prompt with each picture and, if there are several,
+    for one with all of them.
 
     --tasks FILE: each line is {"question": "...", "answer": "..."}. A number is right if it equals the last number in
     the last \\boxed{...} of the text or, without one, in the text; another answer must occur there.
@@ -87,7 +88,7 @@ def verify_lossless(**flags: Any) -> None:
 
 
 def _print(model: Any, tokenizer: Any, verdict: Any, answered: list[Any], flags: dict[str, Any]) -> None:
-    """Print the result as tables with the next commands, or as JSON."""
+    """Print the result as tables and a line with the next command, or with --json as one JSON object."""
     from .verify_tables import as_dict, show
 
     if flags["as_json"]:

@@ -20,7 +20,7 @@ from .members import Member, Members
 
 
 def mask_thread() -> Executor:
-    """Return an executor of one thread that makes the masks of one decoding loop while the device computes.
+    """Return an executor of one thread, in which `submit_pass` writes masks of one decoding loop.
 
     The thread starts with the first masks, and ends at `shutdown` or when the executor is garbage-collected. On
     Linux it saves more than the overlap: llguidance's allocations are then apart from those of MLX's graphs, which
@@ -59,10 +59,10 @@ class CycleMasks:
                 yield i, member
 
     def begin(self) -> None:
-        """Write the masks after all tokens that were read; with `allowed`, prescribe the forced drafts in it.
+        """Write each sequence's mask of its first row: the tokens allowed after all tokens that the host has read.
 
-        The masks after these, and of the draft behind them, are then written too. Call it before drafts are computed
-        that `allowed` masks.
+        With `allowed`, write there that the first drafts must be those of `Matcher.drafts`, and the mask of the draft
+        after them; and in `rows` the masks of the rows after them. Call this before the drafts are computed.
         """
         k, allowed = self.k, self._writable()
         for i, member in self._guided():
@@ -85,7 +85,7 @@ class CycleMasks:
                 allowed[fits, i] = self._rows[i][fits]
 
     def write(self, drafts: Sequence[Sequence[int]] = ()) -> None:
-        """Write the masks of all rows. drafts: of each sequence, as for `read`; () if the cycle has none."""
+        """Write the masks of all rows: call `begin`, then `read` with the drafts; () if the cycle has no drafts."""
         self.begin()
         if drafts:
             self.read(drafts)

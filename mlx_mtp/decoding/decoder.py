@@ -78,7 +78,7 @@ class Decoder:
     p_min:   minimum probability of a verified draft, in cycles whose plan has p_min.
     compiled: replays recorded cycles; None to build every cycle. clock: measures the seconds of cycles.
     history: the tokens of the prompt, and those that the host has read since.
-    stopping: the current cycle is the last one. thread: makes masks while the device computes.
+    stopping: the current cycle is the last one. thread: the executor of `mask_thread`.
     emitting, emitted: the cycle whose tokens are being yielded, and the number of these with the one being yielded;
              1 from the start for the first cycle. submitted: the cycle submitted last.
     """

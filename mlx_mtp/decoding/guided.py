@@ -115,12 +115,12 @@ def confident_drafts(d: Decoder, last: Flight, new: Flight) -> Drafts:
 
 
 def submit_pass(passed: Passed, masks: CycleMasks, thread: Executor, *, stepwise: bool) -> list[float]:
-    """Submit the target's pass and write its rows' masks; return the seconds of each wait for drafts, [] without any.
+    """Submit the target's pass and write its rows' masks; return the seconds of each wait for drafts, [] if none.
 
-    Drafts that the host made, and the masks after them, are known before the pass: `thread` writes the masks while
-    this thread submits the pass. Otherwise the caller has called `masks.begin()`, and the host reads the drafts while
-    the device computes the pass. stepwise: each draft from `masks.first_unknown` on is read before the next one is
-    computed.
+    Without `masks.allowed`, no drafter in the step makes the drafts: they are read first, and `thread` writes the
+    masks while this thread submits the pass. With it, the caller has called `masks.begin()`, and this thread reads
+    the drafts and writes the masks while the device computes the pass. stepwise: each draft from
+    `masks.first_unknown` on is read, and the next draft's mask is written, before the next draft is computed.
     """
     waits: list[float] = []
     if masks.allowed is None:
@@ -142,9 +142,9 @@ def submit_pass(passed: Passed, masks: CycleMasks, thread: Executor, *, stepwise
 
 @contextmanager
 def during(thread: Executor, work: Callable[[], None]) -> Iterator[None]:
-    """Context in which `work` runs in another thread; leaving it waits for `work`, and raises its error.
+    """Context in which `work` runs in the executor `thread`; at the end wait for `work`, and raise its error.
 
-    An error raised in the context comes first.
+    An error that the block raises is raised instead of the error of `work`.
     """
     running = thread.submit(work)
     try:

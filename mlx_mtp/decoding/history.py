@@ -54,11 +54,11 @@ class Copies:
 class TokenHistory:
     """The tokens of a sequence that the host has read, with a search for earlier copies of its end.
 
-    Rows of pictures have the id of their mark; no copy of the end contains one.
+    A row of a picture has the id of the pictures' mark. The copies that are found contain no such row.
     """
 
     def __init__(self, tokens: Sequence[int] = (), exact: Sequence[int] = ()):
-        """tokens: ids. exact: the same tokens as a prompt cache holds them, with words of pictures."""
+        """tokens: ids. exact: the same tokens as in `PromptCache.tokens`: negative in rows of pictures; or ()."""
         self._buffer, self._size = np.array(tokens, np.int32), len(tokens)
         self._exact = exact if exact is not tokens else ()
         self._pictures = np.array([token < 0 for token in self._exact])
@@ -70,12 +70,12 @@ class TokenHistory:
         return self._buffer[: self._size]
 
     def exact(self, size: int | None = None) -> list[int]:
-        """Return the first `size` tokens, or all, as a prompt cache holds them: with the words of pictures."""
+        """Return the first `size` tokens, or all, as `PromptCache.tokens` has them: negative in rows of pictures."""
         known = self._exact[:size]
         return [*known, *self.tokens[len(known) : size].tolist()]
 
     def text_at(self, index: np.ndarray) -> np.ndarray:
-        """Return the tokens at the indices, int32; -1 for a row of a picture."""
+        """Return the token ids at an array of indices, int32 of its shape; -1 for a row of a picture."""
         found, known = self._buffer[index], self._pictures.size
         if not known:
             return found

@@ -10,9 +10,9 @@ from .options import token_ids
 
 
 def images_of(options: dict[str, Any]) -> Any:
-    """Remove `images` and `image` from options, and return the one that is given.
+    """Remove `images` and `image` from options, a dict, and return the value of the one that is given, else None.
 
-    Raises ValueError if both are given, or images besides `pictures`.
+    Raises ValueError if both are given, or any image together with `pictures`.
     """
     images, image = options.pop("images", None), options.pop("image", None)
     if images is not None and image is not None:
@@ -24,10 +24,10 @@ def images_of(options: dict[str, Any]) -> Any:
 
 
 def with_images(model: Target, tokenizer: Any, ids: Any, images: Any, shape: Any) -> tuple[Any, Sequence[Picture]]:
-    """Return a prompt's token ids with those of its images, and the images' pictures.
+    """Return a prompt's tokens, with those of its images in the places of their marks, and the images' pictures.
 
-    Without images the ids are returned unchanged. shape: `resize_shape`. Raises ValueError as `opened`, and as
-    `with_pictures`.
+    ids: token ids. images: None, one, or several, as in `opened`; without any the result is ids and (). shape:
+    `resize_shape`. Raises ValueError as `token_ids`, `opened` and `with_pictures`.
     """
     if not (pictures := opened(model, images, shape)):
         return ids, ()

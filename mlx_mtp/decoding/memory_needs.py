@@ -30,9 +30,10 @@ SMALLER = (8, 4)  # kv_bits that a refusal suggests
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes at one context: weights of the target and the heads, caches of both, and temporary arrays of a pass.
+    """Bytes at one context: weights of the target and of the drafter, caches of both, temporary arrays of a pass.
 
-    vision: weights of the vision tower, which are read at the first picture.
+    heads, head_kv: weights and caches of the MTP heads and any other drafter. vision: weights of the vision tower,
+    which are read when the first picture is encoded; 0 without a tower, and where a load is checked.
     """
 
     weights: int
@@ -157,8 +158,8 @@ def _logits(model: Target) -> int:
 def largest_context(model: Target, budget: int, *, chunk: int = CHUNK, longest: int = LONGEST, **layout: Any) -> int:
     """Return a number of positions, about the largest, whose `needs` fit in `budget` bytes; 0 if none does.
 
-    The weights, also the vision tower's, are included. `longest` if it fits, else a multiple of GRAIN below it.
-    layout: as in `needs`.
+    `needs` includes all weights, also the vision tower's. The result is `longest` if that fits, else a multiple of
+    GRAIN below it. layout: as in `needs`.
     """
     room = budget - nbytes(model.parameters()) - _tower_bytes(model)
     return _largest(model, make_prompt_cache(model, **layout), room, chunk, longest)

@@ -154,7 +154,7 @@ def draft_count(requested: int | None, model: Target, cache: PromptCache | None)
 def token_ids(prompt: mx.array | Sequence[int], vocab_size: int, *, pictures: bool = False) -> list[int]:
     """Return a prompt's token ids; ValueError unless it is a non-empty list of integers from 0 to vocab_size - 1.
 
-    pictures: negative integers, which are rows of pictures, are allowed too; `check_pictures` checks them.
+    pictures: whether negative integers, which are rows of pictures, are allowed too; `check_pictures` checks these.
     """
     tokens = np.array(prompt)
     if tokens.ndim != 1 or tokens.size == 0:
@@ -224,7 +224,10 @@ def checked_chunk(model: Target, sampling: Sampling, sampler: Sampler | None, mo
 def ends(
     grammar: Grammar | Constraint | None, stop_tokens: Collection[int], vocab_size: int
 ) -> tuple[Constraint | None, frozenset[int]]:
-    """Return the compiled grammar, None for none, and the tokens that end a generation: also those of the grammar."""
+    """Return the compiled grammar, or None, and the ids of the tokens that end a generation.
+
+    These are `stop_tokens` and, with a grammar, its end-of-text tokens. Raises ValueError as `compiled`.
+    """
     constraint = compiled(grammar, None, vocab_size) if grammar else None
     return constraint, frozenset([*stop_tokens, *(constraint.eos if constraint else ())])
 
@@ -241,8 +244,8 @@ def checked_inputs(
     """Return the prompt's token ids, the maximum drafts per cycle, and the cache to use.
 
     The cache is the given one, or a new one. A list of mlx-lm's empty caches is changed (`from_mlx_lm`). layout: the
-    last arguments of `cache_for`. pictures, whole: as in `check_pictures`. Raises ValueError for whatever of these is
-    invalid.
+    arguments group_size, start and layout of `cache_for`. pictures, whole: as in `check_pictures`. Raises ValueError
+    for an argument that is invalid.
     """
     tokens = token_ids(prompt, model.vocab_size, pictures=model.vision is not None)
     given = from_mlx_lm(model, prompt_cache)

@@ -1,4 +1,4 @@
-"""Give prefill and heads the rows of a prompt's pictures: features, positions, and the ends of chunks."""
+"""Read the rows of a prompt's pictures, in prefill and in heads: their features, positions, and ends of chunks."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,10 +16,12 @@ from ..pictures.vision import vision_of
 def check_pictures(
     model: Target, cache: PromptCache, tokens: Sequence[int], pictures: Sequence[Picture], *, whole: bool = True
 ) -> None:
-    """Raise ValueError unless the pictures of a prompt that continues a cache can be read; note them in the cache.
+    """Raise ValueError unless the pictures among `tokens`, which continue a cache, can be read.
 
-    pictures: those among the tokens, in any order; those that the cache has read, and others, may be among them.
-    whole: the last picture must be complete.
+    pictures: in any order; needed is each picture with rows in `tokens` that `cache.pictures` does not contain yet,
+    others are allowed. If any token is a row of a picture, they are added to `cache.pictures`. whole: the last
+    picture must be complete. Raises ValueError for any pictures if the model has no vision tower, and for negative
+    tokens that are no picture's.
     """
     if pictures:
         vision_of(model)
@@ -29,13 +31,22 @@ def check_pictures(
     places = places_in([*cache.tokens, *tokens])
     for number, place in enumerate(places, 1):
         if place.end > cache.offset and _named(cache, place) is None:
-            raise ValueError(f"pictures: picture {number} of the prompt is not among them; give every new picture")
+            raise ValueError(
+                f"pictures: picture {number} of the prompt, counted with those in the prompt cache, is not among "
+                "them; give every new picture"
+            )
     if whole and places[-1].end > cache.offset + len(tokens):
-        raise ValueError(f"prompt: ends inside picture {len(places)}; append the rest of the picture's tokens")
+        raise ValueError(
+            f"prompt: ends inside picture {len(places)}, counted with those in the prompt cache; "
+            "append the rest of the picture's tokens"
+        )
 
 
 def up_to_edge(cache: PromptCache, tokens: list[int]) -> int:
-    """Return the number of the first of the next `tokens` that are all text, or all rows of one picture."""
+    """Return the number of tokens before the first edge of a picture in `tokens`, which follow those of `cache`.
+
+    An edge is a place after the first token at which a picture begins or ends; without one, all tokens are counted.
+    """
     if min(tokens) >= 0:
         return len(tokens)
     edge = edge_after(places_in(cache.tokens + tokens), cache.offset)
@@ -43,7 +54,10 @@ def up_to_edge(cache: PromptCache, tokens: list[int]) -> int:
 
 
 def read_rows(model: Target, cache: PromptCache, tokens: list[int]) -> mx.array:
-    """Append the next tokens, all text or all rows of one picture, to the target's caches; return hidden rows."""
+    """Append the next tokens, all text or all rows of one picture, to the target's caches; return rows [1, n, H].
+
+    The rows are `Target.hidden`'s. Raises ValueError as `features_of`.
+    """
     if tokens[0] >= 0:
         return model.hidden(mx.array(tokens)[None], cache.layers)
     first, end = cache.offset, cache.offset + len(tokens)
@@ -55,10 +69,11 @@ def read_rows(model: Target, cache: PromptCache, tokens: list[int]) -> mx.array:
 
 
 def features_of(model: Target, cache: PromptCache, place: Place) -> mx.array:
-    """Return the features [rows, H] of a picture that is read next, and hold them in the cache until it is read.
+    """Return the features [rows, H] of a picture that is read next, and hold them in `cache.features`.
 
     Encodes the picture if its features are not stored; of several ranks only rank 0 does. Raises ValueError, on all
-    ranks, if there is no image for it either.
+    ranks, if the picture cannot be encoded: `cache.pictures` lacks it or its image, memory is too small, or weights
+    are damaged.
     """
     if (found := _held(cache, place)) is None:
         found = _of_rank_0(model, cache, place) if model.ranks else _encoded(model, cache, place)
@@ -89,7 +104,9 @@ def _of_rank_0(model: Target, cache: PromptCache, place: Place) -> mx.array:
 def encoding(model: Target, cache: PromptCache, tokens: list[int]) -> Iterator[None]:
     """Encode the picture whose rows are the next tokens; yield after each evaluated part of the work.
 
-    It yields nothing if the next token is text or the features are stored. Raises ValueError as `features_of`.
+    At the end the features are in `cache.features`. Nothing is done or yielded if the next token is text, the
+    features are stored, or `cache.pictures` lacks the picture. Raises ValueError as `Vision.stages`. Not for several
+    ranks.
     """
     if tokens[0] >= 0:
         return
@@ -101,16 +118,16 @@ def encoding(model: Target, cache: PromptCache, tokens: list[int]) -> Iterator[N
 
 
 def drop_features(cache: PromptCache) -> None:
-    """Drop the features of a picture that has been read."""
+    """Set `cache.features` to None, unless the last picture among the tokens held is incomplete."""
     if not cache.places or cache.places[-1].end <= cache.offset:
         cache.features = None
 
 
 def next_embeddings(model: Target, cache: Any, ids: mx.array, first: int, depth: int) -> mx.array:
-    """Return what the head of `depth` reads of tokens, [1, n, H]: embeddings, of pictures features.
+    """Return the rows [1, n, H] that the head of `depth` reads for token ids [1, n].
 
-    ids: token ids [1, n] from position `first` on. cache: a PromptCache. Of a picture whose features are not stored
-    the mark's embedding is returned.
+    They are the ids' embeddings, but a picture's features where these are stored. first: the index of the first id
+    among the tokens of `cache`, a PromptCache.
     """
     found, end = model.embed(ids, depth), first + ids.shape[1]
     for place in cache.places:
@@ -122,7 +139,10 @@ def next_embeddings(model: Target, cache: Any, ids: mx.array, first: int, depth:
 
 
 def place_head(model: Target, cache: Any, kv: Any, first: int, end: int) -> None:
-    """Set the positions of the rows first..end-1 that a head's cache `kv` reads next: those of the target's rows."""
+    """Set the RoPE positions of the rows first..end-1, which a head's cache `kv` reads next, to those of the target.
+
+    Nothing is set if `cache` has no pictures, or the model's pictures have the positions of text.
+    """
     places = cache.places
     if places and model.axes:
         touched = any(place.first < end and place.end > first for place in places)
@@ -131,7 +151,7 @@ def place_head(model: Target, cache: Any, kv: Any, first: int, end: int) -> None
 
 
 def _stored(model: Target, cache: PromptCache, place: Place) -> mx.array | None:
-    """Return a picture's features if they are held, or without ranks if they are stored; never encodes."""
+    """Return a picture's features from `cache.features` or, on one rank, from the stored ones; None if not there."""
     if (found := _held(cache, place)) is not None or model.ranks:
         return found
     picture = _named(cache, place)
@@ -139,7 +159,10 @@ def _stored(model: Target, cache: PromptCache, place: Place) -> mx.array | None:
 
 
 def _held(cache: PromptCache, place: Place) -> mx.array | None:
-    """Return the features that a cache holds if they are this place's, by the words that are known of both."""
+    """Return the features in `cache.features` if their picture has the words of this place, else None.
+
+    If one of both has fewer words, because the tokens end in the picture, only the first words are compared.
+    """
     if cache.features is None:
         return None
     words, found = cache.features
@@ -148,7 +171,10 @@ def _held(cache: PromptCache, place: Place) -> mx.array | None:
 
 
 def _named(cache: PromptCache, place: Place) -> Picture | None:
-    """Return the picture of a place, whose first words must be known."""
+    """Return the picture of `cache.pictures` that has the words of a place; None if there is none.
+
+    If the tokens end before all words of the place, it is the first picture that begins with its words.
+    """
     found = cache.pictures.get(place.words)
     if found or place.end <= place.first + len(place.words):
         return found

@@ -52,9 +52,9 @@ def read_chunk(
 ) -> tuple[mx.array, int]:
     """Prefill one chunk, `tokens`; return its hidden rows [1, n, H], evaluated, and the number n of tokens read.
 
-    Only the tokens before the position at which caches must be quantized, or before the next edge of a picture, are
-    read. After an error that `Fallback.take` handles they are read again. heads: if `reach` is None prefill the
-    drafter too; one that `absorbs` always is.
+    Only the tokens before the position at which caches must be quantized, or before a picture's begin or end, are
+    read. After an error that `Fallback.take` handles they are read again. If `cache.reach` is None, the drafter reads
+    them too, with `heads` or if it `absorbs`. Raises ValueError as `features_of`.
     """
     fallback = Fallback(model)
     while True:

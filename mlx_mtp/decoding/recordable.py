@@ -15,10 +15,10 @@ WHOLE = 4096  # maximum positions of buffers that recorded steps read as a whole
 def recordable(frame: Frame, run: Run) -> tuple[Frame, Run]:
     """Return a step's frame and input as they are recorded; grow the caches, if they have arrays, to hold the step.
 
-    `base` is raised so that the step ends at the end of buffers of up to WHOLE positions, or of a BLOCK. The run has
-    only the rows that the step reads, the newest one without a drafter; up to the next of the drafter's `row_counts`,
-    rows that count as rejected are added. A built step with these reads as many positions and rows as the recorded
-    one, and so has the same bits.
+    `base` is raised so that the step's last position is the last of buffers of up to WHOLE positions; in longer ones,
+    of a block of BLOCK positions or more. Without a drafter the run is cut to its newest row; with one, rows of
+    zeros, which count as rejected, are added up to the next of its `row_counts`. A step built with this frame and run
+    reads as many positions and rows as the recorded step, and so has the same bits.
     """
     if frame.drafter:
         run = _padded(run, _row_counts(frame))
@@ -35,14 +35,14 @@ def recordable(frame: Frame, run: Run) -> tuple[Frame, Run]:
 
 
 def _row_counts(frame: Frame) -> Iterable[int]:
-    """Return the numbers of rows to which a step with this plan pads the previous run; () for no padding."""
+    """Return the ascending numbers of rows of which a step with this plan pads its run to the next; () for none."""
     assert frame.drafter
     counts = frame.drafter.row_counts
     return counts.get(frame.plan.source if frame.asked else "", counts.get("", ()))
 
 
 def _padded(run: Run, counts: Iterable[int]) -> Run:
-    """Return the input of a step, with rows of zeros behind its own up to the next of the ascending `counts`."""
+    """Return a step's input, with rows of zeros appended up to the next of the ascending `counts`, if any."""
     if not (more := next((rows for rows in counts if rows >= run.size), run.size) - run.size):
         return run.given
     hidden, tokens = mx.pad(run.hidden, [(0, 0), (0, more), (0, 0)]), mx.pad(run.tokens, [(0, 0), (0, more)])

@@ -2,9 +2,9 @@
 
 A recorded step depends on its `Kind`; everything else is its input. Few kinds must serve an answer whose cycles have
 many draft lengths, one after another in any order (`recordable`): host-side positions are rounded up, in any
-conversation and with any sequences of a pool; without a drafter a step reads only the newest tokens of the previous
-run, and a drafter with `row_counts` one of these numbers of rows. Not recorded: growing buffers, prefilling a paused
-drafter, and drafters that are not `in_step`.
+conversation and with any sequences of a pool; a step without a drafter reads only the newest row of the previous run,
+and a step with a drafter that has `row_counts` reads one of these numbers of rows. Not recorded: growing buffers,
+prefilling a paused drafter, and drafters that are not `in_step`.
 """
 
 import threading

@@ -110,14 +110,17 @@ def composed(write: Callable[[dict[str, Any]], str], name: str, *, whitespace: i
 
 
 def either(first: Grammar, second: Grammar) -> Grammar:
-    """Return the grammar of the texts that one of two grammars accepts, with the name of the first."""
+    """Return the grammar of the texts that at least one of two accepts, with the name and tokenizer of the first.
+
+    ValueError if llguidance refuses it.
+    """
     pairs = zip_longest((first.text, *first.styles), (second.text, *second.styles))
     text, *styles = (_either(one or first.text, other or second.text) for one, other in pairs)
     return _checked(Grammar(text, first.name, tuple(styles), first.tokenizer))
 
 
 def _either(*texts: str) -> str:
-    """Return llguidance's text of a grammar with the texts of these ones: each is JSON of one grammar, or Lark."""
+    """Return llguidance's text of a grammar that accepts what any of these does; each is a grammar's JSON or Lark."""
     found = []
     for i, text in enumerate(texts):
         inner = json_text.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]

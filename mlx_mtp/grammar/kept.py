@@ -1,4 +1,4 @@
-"""Keep the last used values, each by a text, bounded in number and in bytes of the texts."""
+"""Store the last used values under texts, bounded in number and in bytes of the texts."""
 
 import threading
 from collections import OrderedDict
@@ -10,7 +10,7 @@ KEPT, KEPT_BYTES = 200, 1_000_000
 class Kept:
     """An LRU cache of at most KEPT values, each under a text. Any thread may use it.
 
-    The texts have at most KEPT_BYTES bytes of UTF-8 together, or there is only one.
+    The texts have at most KEPT_BYTES bytes of UTF-8 together, unless there is only one.
     """
 
     def __init__(self):

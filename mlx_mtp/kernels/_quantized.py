@@ -110,7 +110,7 @@ def packs(bits: int) -> tuple[int, int]:
 def lanes(weights: Quantized) -> tuple[int, int]:
     """Return (values of K that a lane reads at once, lanes per weight row).
 
-    They are those of MLX 0.32.4's kernel for one row; of block formats, which MLX does not support, of ours.
+    They are those of MLX 0.32.4's kernel for one row; for block formats, which MLX does not support, those of ours.
     """
     if weights.k in (64, 128) and weights.bits in (2, 4, 8) and not weights.is_blocks:
         return weights.k // 4, 4  # qmv_quad
@@ -136,9 +136,10 @@ def dequantized(weights: Quantized) -> mx.array:
 
 
 def stock_product(x: mx.array, weights: Quantized) -> mx.array:
-    """Return x [..., K] times the weights [N, K], without a bias, as [..., N]: by MLX's quantized product.
+    """Return x [..., K] times the weights [N, K], without a bias, as [..., N], by MLX's quantized product.
 
-    MLX has none for block formats: their weights are dequantized in pieces, and multiplied in float32.
+    MLX has none for block formats: these weights are dequantized in pieces, multiplied in float32, and the result is
+    cast to x's type.
     """
     if weights.is_blocks:
         return block_product(x, weights.w, weights.scales, weights.mode)

@@ -37,7 +37,7 @@ LEAST_COLUMNS = 8  # MLX passes a smaller bias in constant memory
 
 
 def logits_ref(x: mx.array, weights: Weights, bias: Maybe = None) -> mx.array:
-    """Return logits [M, N] of x [M, K] by MLX's product or, of block formats, by `stock_product`; plus the bias."""
+    """Return logits [M, N] of x [M, K] by MLX's product or, for quantized weights, `stock_product`; plus the bias."""
     if isinstance(weights, mx.array):
         return x @ weights.T if bias is None else mx.addmm(bias, x, weights.T)
     y = stock_product(x, weights)

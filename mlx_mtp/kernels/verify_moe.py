@@ -117,8 +117,8 @@ def moe_splits(m: int) -> bool:
 def _template(weights: Quantized, dtype: mx.Dtype, rows: int) -> dict[str, object]:
     """Return the template arguments that the products with up and down share; `rows` are processed together.
 
-    A lane reads VALUES of K at a time, as in MLX 0.32.4's gather_qmv_fast, or else gather_qmv, of block formats 16; N
-    is a multiple of 8.
+    VALUES, the values of K that a lane reads at a time, is that of MLX 0.32.4's gather_qmv_fast or, where that does
+    not support K, gather_qmv; for block formats 16. N is a multiple of 8.
     """
     return {**format_template(weights, dtype), "VALUES": lane_values(weights), "ROWS": rows}
 

@@ -187,7 +187,7 @@ class Attention(CachedAttention):
         return self.tried
 
     def _filled(self, parts: list[mx.array], end: int = 0) -> Any:
-        """Return a cache of these arrays at position OFFSET; its limit is `end`, at least that of a usual verify."""
+        """Return a cache of these arrays at position OFFSET; its limit is at least `end` and a usual verify's end."""
         cache = self.make_cache()
         cache.parts = tuple(parts)
         cache.seek(device_offset(self.OFFSET), max(end, self.OFFSET + VERIFY_ROWS[-1]))

@@ -72,7 +72,7 @@ class BlockPlace(NamedTuple):
 
     context: context rows [n, R, H] that are appended before it, or None. order: the row that each position from the
     first of these on gets, of the context's followed by the block's, int32 [n, R + b, 1]: the block's rows replace
-    rejected ones. masks: of this pass by reach; the first layer of a reach adds its mask, which the others use.
+    rejected ones. masks: this pass's mask by reach; the first layer of each reach adds it, later layers use it.
     """
 
     position: mx.array

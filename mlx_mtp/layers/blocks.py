@@ -56,7 +56,7 @@ class BlockMultiLinear(Blocks, QuantizedMultiLinear):
     """Per-head matrices [heads, N, K] in a block format."""
 
     def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
-        """Return [..., heads, L, N] for x [..., heads, L, K]; without `transpose`, L rows of K for L rows of N."""
+        """Return [..., heads, L, N] for x [..., heads, L, K]; without `transpose` [..., L, K] for x [..., L, N]."""
         return block_product(x, self["weight"], self["scales"], self.mode, transpose=transpose)
 
 
@@ -68,9 +68,10 @@ class BlockSwitchLinear(Blocks, QuantizedSwitchLinear):
         return self.weight.shape[-1] * 32 // self.bits
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        """Return outputs [*I, 1, N] of the experts `indices` [*I] for rows x [..., 1, K], broadcast to these.
+        """Return outputs [*I, 1, N] of the experts `indices` [*I] for rows x, which are broadcast to [*I, 1, K].
 
-        More than MOST_PAIRS indices are evaluated, to group rows by expert. sorted_indices has no effect.
+        If there are more than MOST_PAIRS indices, these are evaluated, to group rows by expert. sorted_indices has no
+        effect.
         """
         k = x.shape[-1]
         pairs = mx.broadcast_to(x, (*indices.shape, 1, k)).reshape(-1, 1, k)
@@ -119,7 +120,7 @@ def is_blocks(module: Any) -> bool:
 
 
 def block_kind(module: Any) -> type | None:
-    """Return the class for an unquantized module in a block format; None for other modules and subclasses."""
+    """Return the class in a block format for a module of exactly an unquantized class in KINDS, else None."""
     return KINDS.get(type(module))
 
 

@@ -55,7 +55,7 @@ class LMHeadSite(Site):
         return [mx.argmax(self.logits(x), axis=-1).astype(mx.int32)]
 
     def tokens(self, x: mx.array, *, fused: bool) -> mx.array:
-        """Return the token of the greatest logit of each row of x [M, K], int32 [M]. fused: run the kernel."""
+        """Return, for each row of x [M, K], the token of the greatest logit, int32 [M]. fused: run the kernel."""
         return (self.ours(x) if fused else self.stock(x))[0]
 
     def logits(self, x: mx.array) -> mx.array:

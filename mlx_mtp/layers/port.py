@@ -107,7 +107,7 @@ class Port(HasRuntime, nn.Module):
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """The numbers of RoPE's frequencies that turn with each axis of a picture; () if none does."""
+        """The number of RoPE frequencies that turn with each axis (t, y, x) of pictures; () for text's positions."""
         return ()
 
     def head_block(self, depth: int) -> nn.Module:
@@ -302,7 +302,7 @@ class Port(HasRuntime, nn.Module):
 
 
 class HeadlessPort(Port):
-    """A family whose checkpoints have no MTP heads; `heads` only counts tuned ones, and is else ignored."""
+    """A family whose checkpoints have no MTP heads. `heads` is ignored unless `spec` is of `tune-heads`' heads."""
 
     SPEC = MTPSpec(tensors=())  # matches no tensor
 

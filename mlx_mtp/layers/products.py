@@ -102,7 +102,7 @@ class Stack(Site):
         return self.biased(verify_qmm_ref(x.astype(mx.float32), self.weights), mx.float32)
 
     def widened(self, x: mx.array) -> mx.array:
-        """Return x; where a layer has an output scale, float16 x is cast to float32, see `scaled.widened`."""
+        """Return x; but if any layer has an output scale, x in float16 is returned in float32 (`scaled.widened`)."""
         return widened(x) if self.scaled else x
 
     def biased(self, products: list[mx.array], dtype: mx.Dtype) -> list[mx.array]:

@@ -36,7 +36,7 @@ class Runtime:
     recorder: the recorded cycles (`decoding.replay.Recorder`).
     adapters: the adapters that were loaded with the model, and the selected one.
     blind: why `vision` is None, and what to do, for messages to users who give pictures.
-    vision: the vision tower's `mark`, the token of a picture's mark in the chat template, and `features(picture)`.
+    vision: what encodes pictures (`pictures.vision.Vision`), with `mark`, the id of a picture's token in templates.
     """
 
     report: LoadReport | None = None

@@ -49,7 +49,8 @@ class Angles:
 class SharedRope:
     """Mixin for RoPE modules with shared angles.
 
-    x that is not float32 of 4 axes, and an offset of more than one axis, have the module's own rotation.
+    For x that is not float32 or not of 4 axes, and for an offset of more than one axis, the module's own rotation is
+    used.
     """
 
     _angles: Angles
@@ -78,7 +79,8 @@ def _sharing(kind: type, plain: type) -> type:
 def share_angles(model: nn.Module) -> None:
     """Share angles among a model's modules `rope` with equal parameters, in place.
 
-    Only those of a class in KINDS, which may take three axes, and no traditional ones.
+    Only modules of a class in KINDS, or of `three_axes` of one, change; traditional ones, which rotate neighbouring
+    features, do not.
     """
     known: dict[tuple, Angles] = {}
     for _, module in model.named_modules():

@@ -42,7 +42,7 @@ class Target(CachedModel, Protocol):
     def hidden(self, tokens: mx.array, cache: Sequence[LayerCache], rows: PromptRows = NO_ROWS) -> mx.array:
         """Append tokens [n, L] to the caches; return the hidden rows [n, L, H] that `logits` and `capture` take.
 
-        rows: of a prompt's picture; only prefill gives them.
+        rows: a picture's embeddings and positions if the tokens are its rows; only prefill passes them.
         """
         ...
 

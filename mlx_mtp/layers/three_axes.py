@@ -28,7 +28,10 @@ class ThreeAxes:
     plain: type
 
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
-        """Rotate x [1, heads, L, D] by rows on the batch axis, so that equal axes have the bits of text rows."""
+        """Return x rotated to `offset`: one that `plain` takes, or positions [3, L] for the rows of [1, heads, L, D].
+
+        In the latter case rows are on the batch axis, so that a row with three equal positions has a text row's bits.
+        """
         if getattr(offset, "ndim", 0) < 2:
             return super().__call__(x, offset=offset)  # type: ignore[misc]
         rows = x.swapaxes(0, 2)
@@ -43,7 +46,7 @@ class ThreeAxes:
 
 @cache
 def three_axes(kind: type, sections: tuple[int, ...]) -> type:
-    """Return the class of RoPE modules of `kind` that also take three axes."""
+    """Return the subclass of `kind`, a class of RoPE modules, whose modules also take positions on three axes."""
     return type(kind.__name__, (ThreeAxes, kind), {"plain": kind, "sections": sections})
 
 
@@ -56,7 +59,7 @@ def add_axes(model: nn.Module, sections: tuple[int, ...]) -> None:
 
 
 class CacheAt:
-    """A layer's cache for one call of mlx-lm's attention, which rotates rows to `offset`."""
+    """A layer's cache with another `offset`, to which one call of mlx-lm's attention rotates the rows."""
 
     def __init__(self, cache: LayerCache, offset: Any):
         self._cache, self.offset = cache, offset
@@ -76,7 +79,7 @@ class AxesAttention:
 
 
 def position_of(module: Any, cache: Any) -> Any:
-    """Return what an attention module rotates a cache's next rows to: `position`, or for a plain RoPE `offset`."""
+    """Return what an attention module rotates a cache's next rows to: `position` in AxesAttention, else `offset`."""
     return cache.position if isinstance(module, AxesAttention) else cache.offset
 
 

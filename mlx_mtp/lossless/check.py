@@ -108,7 +108,7 @@ def verify(
 
     With `drafts` = 0 only lookups draft, and logprobs, sampled output and another drafter are not tested. Faults are
     listed in the verdict, not raised. progress: receives a stage, the items done and their number. pictures: also
-    compare output after prompts with these; draws' distributions and the drafter are tested on text alone.
+    compare output after prompts of `pictured`; draws' distributions and the drafter are tested on text alone.
     """
     stops, seen = tuple(tokenizer.eos_token_ids), pictured(model, tokenizer, pictures)
     prompts = seen + built_in(model, tokenizer, settings.max_tokens)

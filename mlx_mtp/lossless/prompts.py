@@ -19,7 +19,7 @@ NO_WINDOW = 240  # tokens of a document without windows: caches grow after it
 
 @dataclass(frozen=True)
 class Prompt:
-    """A named prompt, as token ids, with those of its pictures. stops: its output ends at the model's stop tokens."""
+    """A named prompt. tokens: ids, and negative numbers for rows of its `pictures`. stops: end at stop tokens."""
 
     name: str
     tokens: list[int]
@@ -42,7 +42,7 @@ def built_in(model: Target, tokenizer: Any, max_tokens: int) -> list[Prompt]:
 
 
 def pictured(model: Target, tokenizer: Any, pictures: Sequence[Picture]) -> list[Prompt]:
-    """Return a prompt for each picture, and of several pictures one with all of them."""
+    """Return a prompt about each picture and, if there are several pictures, one about all of them."""
     groups: dict[str, tuple[Picture, ...]] = {f"picture {i}": (picture,) for i, picture in enumerate(pictures, 1)}
     if len(pictures) > 1:
         groups["all pictures"] = tuple(pictures)

@@ -43,7 +43,7 @@ class Judgement(NamedTuple):
 class OnePass:
     """A text of L tokens and its `hidden` rows [1, L, H] from empty caches, in the model's `dtype`.
 
-    pictures: of the text, whose rows are tokens, too.
+    pictures: those among the tokens, in which each row of a picture is a negative number.
     """
 
     def __init__(self, model: Any, tokens: list[int], pictures: Sequence[Picture] = ()):

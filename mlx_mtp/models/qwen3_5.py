@@ -53,7 +53,7 @@ class GatedDeltaNet(GatedDelta, qwen3_5.GatedDeltaNet):
 
 
 class Attention(AxesAttention, Qwen3NextAttention):
-    """mlx-lm's attention, which rotates rows to the positions of pictures and of text behind them."""
+    """mlx-lm's attention, but rows are rotated to the cache's `position`, which pictures change."""
 
 
 class Model(Port, qwen3_5.Model):

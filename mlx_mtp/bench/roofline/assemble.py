@@ -99,7 +99,7 @@ def bench_model(
     """Return the result of `bench model`: floors in bytes and, with a chip, predicted times and savings of kernels.
 
     results: of `bench decode`, `verify` or `profile` of the same model, whose times at a similar context are added.
-    ValueError for another context (see `nearest`), or bytes of weights that differ by more than a fifth.
+    ValueError if they have no similar context (see `nearest`), or bytes of weights that are too different (ALIKE).
     ranks: number of ranks that share the model; above 1, the messages between them are added.
     assumed: acceptance, to predict the speeds of drafters; None: no speeds. drafts: numbers of drafts
     per cycle of the block drafter for which speeds are predicted.
@@ -134,8 +134,8 @@ def bench_model(
 def assumed_of(subject: FloorSubject, block: Sequence[float], heads: Sequence[float]) -> Assumed | None:
     """Return the acceptance to assume for a model, None if no speeds of drafters are predicted for it.
 
-    block, heads: rates to assume instead of the published ones, if not empty. Raises ValueError for rates outside of
-    0 to 1, or for a model without predicted speeds.
+    block, heads: rates as in `Assumed`, to assume instead of the published ones, if not empty. Raises ValueError for
+    rates outside of 0 to 1, and if rates are given for a model without predicted speeds.
     """
     found = ASSUMED.get(subject.name)
     if (block or heads) and found is None:

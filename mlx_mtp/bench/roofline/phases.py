@@ -113,7 +113,10 @@ def predicted(model: ModelOps, chip: Chip, context: int, rows: Iterable[int] = R
 
 
 def formats(model: ModelOps, chip: Chip, context: int, rows: Iterable[int] = (1, 2, 4, 8)) -> list[dict[str, Any]]:
-    """Return a line for each of FORMATS, of all weights, and number of rows: bytes of weights, predicted seconds."""
+    """Predict passes with our kernels if all weights had one format: a line per format of FORMATS and number of rows.
+
+    A line has format, rows, bytes of all weights, and seconds of a pass.
+    """
     found = []
     for (name, (bits, group, packed)), m in product(FORMATS.items(), rows):
         stored = model.in_format(bits, group, packed=packed)

@@ -46,7 +46,7 @@ def continued(
     The sequence is the first `size` tokens of a history and the first last + 1 of `tokens` [R], which only the device
     has; last: int32 [1]. starts: indices of the tokens that followed earlier copies of the history's end, best first.
     The first copy that `tokens` also continue is used, or the first of all if none is. A copy that reaches the end
-    repeats. A row of a picture in it is drafted as token 0.
+    repeats. Where rows of a picture followed the copy, token 0 is returned.
     """
     rows, starts_of = tokens.size, np.array(starts, np.int32)[:, None]
     known = np.maximum(history.text_at(np.minimum(starts_of + np.arange(rows + k), size - 1)), 0)

@@ -84,9 +84,8 @@ def routed(meta: Meta, count: str, **names: str) -> dict[str, Any]:
 def grouped(meta: Meta, *, normed: bool = False) -> dict[str, Any]:
     """Return config.json's entries for DeepSeek's routing: sigmoid scores, experts chosen in groups.
 
-    normed: whether the weights of a token's experts are normalised if the metadata do not state it; llama.cpp's
-    default for the family.
-    ValueError if the metadata name another function of the scores.
+    normed: llama.cpp's default for the family, used if the metadata do not state whether the weights of a token's
+    experts are normalised. ValueError if the metadata name another function of the scores.
     """
     if (function := meta.integer("expert_gating_func", 2)) != 2:
         raise ValueError(f"{meta.file}: expert_gating_func is {function}; supported is 2, sigmoid")

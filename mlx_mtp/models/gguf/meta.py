@@ -110,8 +110,9 @@ class Meta:
     def each(self, key: str, default: Any = REQUIRED) -> list[Any]:
         """Return one number per block: a stored list, or a single value repeated for every block, heads included.
 
-        A list is returned as it is: it needs at least one number per layer of the target, and may lack those of the
-        heads or have more. ValueError for a missing value without `default`, or one that is no finite number.
+        A list is returned as it is: it needs at least one number per layer of the target and at most MOST_BLOCKS; it
+        may lack those of the heads. ValueError for a list of another length, a missing value without `default`, and
+        anything but finite numbers.
         """
         full = f"{self.architecture}.{key}"
         self.read.add(full)

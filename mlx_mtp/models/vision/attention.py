@@ -10,7 +10,7 @@ GPU_PAIRS = 1 << 28  # macOS ends a command that takes seconds
 def attend(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
     """Return the attention [1, heads, patches, D] of queries to keys, each [1, heads, patches, D], without a mask.
 
-    Pieces of more than one command are evaluated.
+    Many patches are computed in several pieces, each of which is evaluated; else the result is unevaluated.
     """
     size = queries.shape[-1]
     padded = next((fused for fused in FUSED if size <= fused), size)

@@ -7,10 +7,10 @@ import numpy as np
 
 
 def interpolated(embed: Callable[[mx.array], mx.array], side: int, y: np.ndarray, x: np.ndarray) -> mx.array:
-    """Return the positions of n patches, float32 [n, hidden]: four entries of a table each, weighted bilinearly.
+    """Return the learned positions of n patches, float32 [n, hidden]: four rows of a table each, weighted bilinearly.
 
-    embed: returns the rows of the table [side * side, hidden] with these numbers. y, x: the patches' places in the
-    table, float [n], from 0 to side - 1.
+    embed: returns the rows of the table [side * side, hidden] at an array of indices. y, x: the patches' places in
+    the table, float [n], from 0 to side - 1.
     """
     (low_y, high_y, y), (low_x, high_x, x) = (_neighbours(places, side) for places in (y, x))
     corners = [(low_y, low_x), (low_y, high_x), (high_y, low_x), (high_y, high_x)]
@@ -20,7 +20,7 @@ def interpolated(embed: Callable[[mx.array], mx.array], side: int, y: np.ndarray
 
 
 def _neighbours(places: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the entries below and above places on one axis, and the weights of the ones above."""
+    """Return the indices of the entries below and above places on one axis, and the weights of those above."""
     low = np.minimum(places.astype(int), side - 1)
     return low, np.minimum(low + 1, side - 1), places - low
 
@@ -31,9 +31,9 @@ def inverse_frequencies(head_size: int, theta: float) -> np.ndarray:
 
 
 def stages_of(layers: int, cost: int, most: int) -> set[int]:
-    """Return the numbers of layers after which a command ends, so that none costs more than `most`, or one layer.
+    """Return the indices of layers after which a command ends, so that no command costs more than `most`.
 
-    cost: products and sums of one layer.
+    A layer that costs more has a command of its own. cost: products and sums of one layer.
     """
     step = max(1, most // cost)
     return {i for i in range(layers) if (i + 1) % step == 0}

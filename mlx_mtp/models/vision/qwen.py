@@ -37,13 +37,16 @@ def find_mark(config: dict) -> int:
 
 
 def find_written(config: dict) -> tuple[int, ...]:
-    """Return the ids of `<|vision_start|>`, `<|image_pad|>` and `<|vision_end|>`, without those that it lacks."""
+    """Return the ids of `<|vision_start|>`, `<|image_pad|>` and `<|vision_end|>`, without those that config lacks."""
     names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
     return tuple(int(config[name]) for name in names if config.get(name) is not None)
 
 
 def read_sizes(config: dict) -> Any:
-    """Return the numbers in a vision_config; ValueError for a tower of another kind, KeyError for a missing one."""
+    """Return the sizes in config.json's vision_config, as a namespace.
+
+    ValueError for a tower of another kind, KeyError for a missing size.
+    """
     vision = config["vision_config"]
     names = ("depth", "hidden_size", "num_heads", "intermediate_size", "out_hidden_size", "num_position_embeddings")
     found = SimpleNamespace(**{name: int(vision[name]) for name in names})
@@ -54,7 +57,8 @@ def read_sizes(config: dict) -> Any:
     if (act := vision.get("hidden_act", "gelu_pytorch_tanh")) != "gelu_pytorch_tanh":
         raise ValueError(f"hidden_act is {act!r}; supported is 'gelu_pytorch_tanh'")
     if found.hidden_size % (4 * found.num_heads):
-        raise ValueError(f"{found.num_heads} heads of {found.hidden_size} columns; expected a head size of 4 times n")
+        shape = f"hidden_size is {found.hidden_size} and num_heads {found.num_heads}"
+        raise ValueError(f"{shape}; expected a hidden_size that is a multiple of {4 * found.num_heads}")
     return found
 
 
@@ -93,7 +97,7 @@ class Block(nn.Module):
 
 
 class Merger(nn.Module):
-    """Makes one row of the language model of each block of patches."""
+    """Maps patches [blocks * merge * merge, hidden] to rows of the language model [blocks, H]."""
 
     def __init__(self, sizes: Any):
         super().__init__()
@@ -118,7 +122,7 @@ class Tower(nn.Module):
         self.merger = Merger(sizes)
 
     def sanitized(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Return parameters by path; the convolution over whole patches, in either order of axes, is a matrix."""
+        """Return the weights by parameter path; the patches' convolution, channels second or last, is a matrix."""
         found = {name.replace("patch_embed.proj.", "patch_embed."): w for name, w in weights.items()}
         kernel = found.get("patch_embed.weight")
         if kernel is not None and kernel.ndim == 5:
@@ -135,9 +139,10 @@ class Tower(nn.Module):
         return patches * (pixels + STATES * sizes.hidden_size * width + sizes.intermediate_size * width)
 
     def stages(self, patches: np.ndarray, grid: tuple[int, int, int]) -> Iterator[mx.array]:
-        """Yield the state after every few blocks, and last the features [h * w, H] of a picture.
+        """Yield, unevaluated, the state after every few blocks, and last the features [h * w, H] of a picture.
 
-        patches: their pixels [4 * h * w, values]. grid: (1, h, w), in rows of the prompt.
+        patches: [merge * merge * h * w, values], as `Pixels.patches` returns them. grid: (1, h, w), in rows of the
+        prompt.
         """
         sizes = self._sizes
         merge, (_, height, width) = sizes.spatial_merge_size, grid
@@ -155,14 +160,17 @@ class Tower(nn.Module):
         yield self.merger(x)
 
     def _positions(self, lines: np.ndarray, columns: np.ndarray) -> mx.array:
-        """Return the learned positions of patches, float32 [patches, hidden]: four entries of the table, weighted."""
+        """Return the learned positions of patches, float32 [patches, hidden], interpolated (see `interpolated`)."""
         side = int(self._sizes.num_position_embeddings**0.5)
         y, x = (places * ((side - 1) / max(places.max(), 1)) for places in (lines, columns))
         return interpolated(self.pos_embed, side, y, x)
 
 
 def _places(height: int, width: int, merge: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lines and the columns of the patches of a picture, in the order of blocks of merge x merge."""
+    """Return each patch's line and its column, in the order of blocks of merge x merge patches.
+
+    height, width: of the picture, in patches.
+    """
     numbers = np.indices((height, width)).reshape(2, height // merge, merge, width // merge, merge)
     lines, columns = numbers.transpose(0, 1, 3, 2, 4).reshape(2, -1)
     return lines, columns
@@ -176,6 +184,6 @@ def _angles(lines: np.ndarray, columns: np.ndarray, size: int) -> tuple[mx.array
 
 
 def _turned(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
-    """Rotate the halves of queries or keys [heads, patches, D] against each other, in float32."""
+    """Rotate queries or keys [heads, patches, D], column i with column i + D / 2; computed in float32."""
     low, high = mx.split(x.astype(mx.float32), 2, axis=-1)
     return mx.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)

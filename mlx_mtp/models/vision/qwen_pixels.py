@@ -39,7 +39,7 @@ class Pixels:
                 raise ValueError(f"preprocessor_config.json: {name} is {found}; the tower in config.json has {value}")
 
     def grid(self, height: int, width: int, most: int | None = None) -> tuple[int, int, int]:
-        """Return (1, h, w): the rows of the prompt for a picture of this size in pixels.
+        """Return (1, h, w): the height and width, in rows of the prompt, of a picture of this size in pixels.
 
         most: maximum number of pixels after resizing, if that is less than the processor's own.
         """
@@ -49,7 +49,7 @@ class Pixels:
         return 1, resized[0] // self._factor, resized[1] // self._factor
 
     def patches(self, pixels: np.ndarray, grid: tuple[int, int, int]) -> np.ndarray:
-        """Return the values [patches, n], float32, of RGB pixels [height, width, 3], resized to a grid of `grid`."""
+        """Return the tower's input, float32 [patches, n]: RGB pixels [height, width, 3], resized to fill `grid`."""
         height, width = (side * self._factor for side in grid[1:])
         image = pillow().fromarray(pixels).resize((width, height), self._processor.resample)
         return self._processor(images=image, do_resize=False, return_tensors="np")["pixel_values"]

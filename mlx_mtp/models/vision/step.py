@@ -34,7 +34,7 @@ ONLY = {
 
 
 def find_mark(config: dict) -> int:
-    """Return the id of `<im_patch>`."""
+    """Return the id of `<im_patch>`: config.json's image_token_id, by default 128001."""
     return int(config.get("image_token_id", 128001))
 
 
@@ -50,7 +50,10 @@ def own_name(name: str) -> str:
 
 
 def read_sizes(config: dict) -> Any:
-    """Return the numbers in a vision_config; ValueError for a tower of another kind."""
+    """Return the sizes in config.json's vision_config, or their released values, as a namespace.
+
+    ValueError for a tower of another kind; KeyError without vision_config or the language model's hidden_size.
+    """
     vision = config["vision_config"]
     for name, value in ONLY.items():
         if (found := vision.get(name, value)) != value:
@@ -66,7 +69,8 @@ def read_sizes(config: dict) -> Any:
     )
     found.inner = int(found.width * vision.get("mlp_ratio", 8960 / 1536))
     if found.width % (4 * found.heads):
-        raise ValueError(f"{found.heads} heads of {found.width} columns; expected a head size of 4 times n")
+        shape = f"vision_config: width is {found.width} and heads {found.heads}"
+        raise ValueError(f"{shape}; expected a width that is a multiple of {4 * found.heads}")
     return found
 
 
@@ -112,7 +116,7 @@ class Block(nn.Module):
 
 
 class Tower(nn.Module):
-    """The tower and its projector. `embed`, which the loader sets, returns the language model's embeddings."""
+    """The tower and its projector. embed: set by the loader; returns the language model's embeddings of token ids."""
 
     embed: Any
 
@@ -129,7 +133,7 @@ class Tower(nn.Module):
         self.projector = nn.Linear(4 * size, sizes.features, bias=bool(config.get("projector_bias", False)))
 
     def sanitized(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Return parameters by path; convolutions of either order of axes are turned to MLX's."""
+        """Return the weights by parameter path; convolutions, channels second or last, in MLX's order of axes."""
         found = {}
         for name, w in weights.items():
             name = name.replace("transformer.resblocks.", "transformer.").replace(".in_proj_", ".in_proj.")
@@ -145,7 +149,10 @@ class Tower(nn.Module):
         return patches * (STATES * sizes.width + sizes.inner) * width + grid[2] * self.width * width
 
     def stages(self, views: Views, grid: tuple[int, int, int]) -> Iterator[mx.array]:
-        """Yield the state after every few layers of each view, and last the features [rows, H] of a picture."""
+        """Yield, unevaluated, the state after every few layers of each view, and last the features of the picture.
+
+        They are [rows, H], with the marks' embeddings in their places. Each view's features are yielded, too.
+        """
         rows = []
         for pixels in views.pixels:
             for x in self._view(mx.array(pixels)):
@@ -159,7 +166,7 @@ class Tower(nn.Module):
         yield mx.concatenate([*rows, marks], axis=0)[mx.array(order)]
 
     def _view(self, pixels: mx.array) -> Iterator[mx.array]:
-        """Yield the state after every few layers, and last the features of one view [side, side, 3]."""
+        """Yield the state after every few layers, and last the features [n, H]. pixels: a view's, [side, side, 3]."""
         sizes, size = self._sizes, self._sizes.width
         x = self.conv1(pixels[None].astype(self.conv1.weight.dtype))
         side = x.shape[1]
@@ -182,7 +189,7 @@ class Tower(nn.Module):
 
 
 def _turned(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
-    """Rotate neighbouring columns of queries or keys [heads, patches, D] against each other, in float32."""
+    """Rotate queries or keys [heads, patches, D], column 2 i with column 2 i + 1; computed in float32."""
     pairs = x.astype(mx.float32).reshape(*x.shape[:-1], -1, 2)
     low, high = pairs[..., 0], pairs[..., 1]
     return mx.stack([low * cos - high * sin, high * cos + low * sin], axis=-1).reshape(x.shape).astype(x.dtype)

@@ -1,6 +1,7 @@
 """Cut pictures for Step-3.7-Flash into an overview and tiles, and list the tokens that stand for them.
 
-The plan of tiles depends on the size alone. Source: transformers `image_processing_step3p7.py`, which needs PyTorch.
+The plan of tiles depends on the picture's size and on the maximum of pixels alone. Source: transformers
+`image_processing_step3p7.py`, which needs PyTorch.
 """
 
 import json
@@ -21,8 +22,8 @@ FEATURE = -1  # in `Views.tokens`: a row of features
 class Plan(NamedTuple):
     """Sizes (width, height) of the overview, before it becomes a square, and of the picture that is cut into tiles.
 
-    side: of a tile in pixels of that picture. across, down: numbers of tiles. square: whether the picture is first
-    filled up to a square with black.
+    side: of a tile in pixels of that picture. across, down: numbers of tiles in a line and of lines, 0 without tiles.
+    square: whether the picture is first filled up to a square with black.
     """
 
     overview: tuple[int, int]
@@ -34,9 +35,9 @@ class Plan(NamedTuple):
 
 
 class Views(NamedTuple):
-    """The tower's input: pixels of tiles and overview, float32 [side, side, 3] each, and the prompt's tokens.
+    """The tower's input. pixels: of each tile, then of the overview, float32 [side, side, 3].
 
-    tokens: of the marks around and between the views; FEATURE for each row of features, in the views' order.
+    tokens: for each row of the picture in the prompt a mark's token id, or FEATURE for a row of a view's features.
     """
 
     pixels: list[np.ndarray]
@@ -44,9 +45,10 @@ class Views(NamedTuple):
 
 
 class Pixels:
-    """Cuts, resizes and normalizes pictures; ValueError without Pillow, or if the tokenizer lacks one of MARKS.
+    """Cuts, resizes and normalizes pictures.
 
-    settings: preprocessor_config.json, None for the released values. path: directory of the tokenizer.
+    settings: preprocessor_config.json, None for the released values. path: directory of the tokenizer. ValueError
+    without Pillow, for sizes of views that do not fit the tower, or if the tokenizer lacks one of MARKS.
     """
 
     def __init__(self, settings: dict[str, Any] | None, config: dict, path: Path):
@@ -64,9 +66,9 @@ class Pixels:
         self._marks = find_marks(path)
 
     def grid(self, height: int, width: int, most: int | None = None) -> tuple[int, int, int]:
-        """Return (1, 1, rows): the rows of the prompt for a picture of this size in pixels, with its marks.
+        """Return (1, 1, rows): the number of rows in a prompt, with marks, for a picture of this size in pixels.
 
-        most: maximum number of pixels of all views; a picture that needs more has no tiles.
+        most: maximum number of pixels of all views; a picture that needs more has no tiles, only the overview.
         """
         plan = self._plan(width, height)
         if most is not None and plan.across * plan.down * self._tile**2 + self._size**2 > most:
@@ -74,7 +76,7 @@ class Pixels:
         return 1, 1, len(self._tokens(plan))
 
     def patches(self, pixels: np.ndarray, grid: tuple[int, int, int]) -> Views:
-        """Return the views of RGB pixels [height, width, 3] whose `grid` is this one."""
+        """Return the views of RGB pixels [height, width, 3], with or without tiles as `self.grid` counted `grid`."""
         plan, image, library = self._plan(pixels.shape[1], pixels.shape[0]), pillow().fromarray(pixels), pillow()
         if len(self._tokens(plan)) != grid[2]:
             plan = plan._replace(across=0, down=0)
@@ -90,12 +92,12 @@ class Pixels:
         return Views(views, self._tokens(plan))
 
     def _values(self, image: Any, side: int) -> np.ndarray:
-        """Return normalized values, float32 [side, side, 3]."""
+        """Return an image, resized to side x side pixels and normalized, as float32 [side, side, 3]."""
         resized = np.asarray(image.resize((side, side), pillow().Resampling.BILINEAR), np.float32)
         return (resized / 255 - np.array(self._mean, np.float32)) / np.array(self._std, np.float32)
 
     def _plan(self, width: int, height: int) -> Plan:
-        """Return the plan for a picture of this size."""
+        """Return transformers' plan for a picture of this size in pixels."""
         square = min(width, height) < 32 and max(width, height) > 4 * min(width, height)
         if square:
             width = height = max(width, height)
@@ -115,7 +117,10 @@ class Pixels:
         return Plan((width, height), (cut[0], cut[1]), side, across, down, square)
 
     def _tokens(self, plan: Plan) -> list[int]:
-        """Return the tokens of a picture: each line of tiles but the last has a mark of its own behind it."""
+        """Return `Views.tokens` of a picture: tiles between marks, line by line, with a mark between two lines.
+
+        The overview between its marks is last.
+        """
         begin, end, newline, overview, overview_end = self._marks
         tile = [begin, *[FEATURE] * self._rows[self._tile], end]
         line = tile * plan.across
@@ -124,13 +129,16 @@ class Pixels:
 
 
 def find_marks(path: Path) -> tuple[int, ...]:
-    """Return the token ids of MARKS in a checkpoint's tokenizer; ValueError if one is missing."""
+    """Return the token ids of MARKS, in order, from the tokenizer.json in a directory.
+
+    ValueError if the file is missing or invalid, or lacks one of MARKS.
+    """
     try:
         added = json.loads((path / "tokenizer.json").read_text())["added_tokens"]
         ids = {token["content"]: int(token["id"]) for token in added}
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise ValueError(
-            f"{path}/tokenizer.json: not usable for the marks of pictures ({type(e).__name__})"
+            f"{path}/tokenizer.json: missing or invalid ({type(e).__name__}); pictures need the tokens in it"
         ) from None
     if missing := [mark for mark in MARKS if mark not in ids]:
         raise ValueError(f"{path}/tokenizer.json: no token {missing[0]}, which pictures need")
