@@ -278,7 +278,9 @@ class ChatSession:
         first, rest, total = prompt[reused:end], prompt[max(end, reused) :], len(prompt) - reused
         self._intact = True  # the check does not write to the caches
         if self.options.get("max_tokens") == -1 and self.positions and len(prompt) >= self.positions:
-            raise ValueError(f"the conversation has {len(prompt)} tokens; allowed are at most {self.positions - 1}")
+            why = "one less than the maximum of the model or max_context; start a new conversation"
+            allowed = f"allowed are at most {self.positions - 1}, {why}"
+            raise ValueError(f"the conversation has {len(prompt)} tokens; {allowed}")
         self._check_memory(total)
         self._intact = False
         options: dict[str, Any] = {**self.options, "pictures": pictures}

@@ -122,9 +122,10 @@ class Weighed(Timer):
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Time the block as part of a phase; then add the bytes of the distinct experts of each product in `visits`.
+        """Time the block as part of `name`; then add the bytes of the distinct experts of each product in `visits`.
 
-        That is then cleared. While a phase is built neither is done.
+        `visits` is then cleared. For a name that begins with "build" the block is only timed: the products that are
+        built in it count for the phase that evaluates them.
         """
         with super().during(name):
             yield
@@ -155,7 +156,7 @@ def bytes_read(work: Workload) -> dict[str, float]:
 def dense_bytes(model: Any, k: int) -> tuple[int, int]:
     """Return the bytes of weights that a pass of the target reads, and that k drafts of its heads read.
 
-    Experts and embedding rows are excluded.
+    Experts and embedding rows are excluded. The second number is 0 for a model with another drafter than heads.
     """
     modules = [(name, m) for name, m in model.named_modules() if not isinstance(m, (*EXPERTS, *EMBEDDINGS))]
     unembedding = model.unembedding()

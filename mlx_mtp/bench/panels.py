@@ -207,7 +207,10 @@ def kernel_grid(found: Found) -> Iterator[Panel]:
 
 
 def _traffic_grids(lines: Sequence[Found]) -> Iterator[Panel]:
-    """Yield the read factors of the largest buffers; for kernels that read it once, the growth of their traffic."""
+    """Yield a grid of how many times kernels read their largest buffer, and one of the growth of traffic with rows.
+
+    The second grid is of the kernels that read that buffer once.
+    """
     again = {line["op"] for line in lines if line["reread"] > ONCE}
     first = {line["op"]: line["requested"] for line in sorted(lines, key=lambda line: -line["rows"])}
     reads, growth = {}, {}

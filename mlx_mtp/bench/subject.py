@@ -153,12 +153,15 @@ def check_rates(rates: Sequence[float]) -> tuple[float, ...]:
     if wrong := [rate for rate in rates if not 0 <= rate <= 1]:
         raise ValueError(f"synth_rates={wrong[0]}: allowed is between 0 and 1")
     if risen := [pair for pair in itertools.pairwise(rates) if pair[1] > pair[0]]:
-        raise ValueError(f"synth_rates={risen[0][1]}: allowed after {risen[0][0]} is at most that")
+        raise ValueError(f"synth_rates={risen[0][1]}: allowed is at most {risen[0][0]}, the rate of the depth before")
     return tuple(rates)
 
 
 def rate_at(rates: Sequence[float], depth: int) -> float:
-    """Return the rate at a depth; after the last given rate they fall by the same ratio."""
+    """Return the rate at a depth, from 0; after the last given rate, each is the one before times a constant ratio.
+
+    The ratio is that of the last two given rates; of a single rate it is this rate itself.
+    """
     if depth < len(rates):
         return rates[depth]
     last, before = rates[-1], rates[-2] if len(rates) > 1 else 1.0
@@ -257,7 +260,7 @@ def padded(tokenizer: Any, text: str, context: int) -> list[int]:
     if not context:
         return tokens
     if len(tokens) > context:
-        raise ValueError(f"contexts={context}: a prompt alone has {len(tokens)} tokens; allowed is at least that")
+        raise ValueError(f"contexts={context}: too short for a prompt; allowed is {len(tokens)} tokens or more")
     best, characters = tokens, 3 * (context - len(tokens))
     for _ in range(8):  # corrections of the padding's length
         found = encode(tokenizer, f"{filler(characters)}\n\n{text}")

@@ -94,7 +94,7 @@ def install_agent(ctx: click.Context, address: str) -> None:
     try:
         own.load()
     except ValueError as e:
-        raise click.ClickException(f"{own.file} is written, but not loaded: {e}") from None
+        raise click.ClickException(f"{own.file} is written, but could not be loaded: {e}") from None
     click.echo(f"The server starts now and at each login: curl {address}/health")
     click.echo(f"Its log: {own.reading}\nEnd and remove it: mlx-mtp serve --uninstall-agent")
 

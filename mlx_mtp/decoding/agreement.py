@@ -44,7 +44,7 @@ class Agreement:
         found = self.ranks.gather([*decision, *same, int(refused is not None)])
         if odd := [str(rank) for rank, numbers in enumerate(found) if numbers[4:6] != found[0][4:6]]:
             raise RuntimeError(
-                f"ranks: rank {', '.join(odd)} has other tokens than rank 0 after {found[0][4]} of them; "
+                f"ranks: the tokens of rank {', '.join(odd)} differ from the {found[0][4]} of rank 0; "
                 "use the same model, mlx and mlx_mtp on all ranks"
             )
         if any(numbers[6] for numbers in found):

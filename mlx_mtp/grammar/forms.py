@@ -159,7 +159,10 @@ def _spacings(whitespace: int | str | None) -> tuple[dict[str, Any], list[dict[s
 
 
 def _text(schema: dict[str, Any], spaces: dict[str, Any]) -> str:
-    """Return llguidance's text of a schema. All options are overrides: those in the schema change nothing."""
+    """Return llguidance's text of a schema; ValueError if llguidance refuses it.
+
+    All options are overrides: those in the schema change nothing.
+    """
     make = llguidance().LLMatcher.grammar_from_json_schema
     try:
         own = equivalent(schema)

@@ -153,7 +153,7 @@ class LatentAttention(CachedAttention):
         return side_by_side(self.fused(*self._queries(x), cache, offset, op, self._chosen(offset, len(x))))
 
     def _chosen(self, offset: int, rows: int) -> mx.array | None:
-        """Return the slots that a trial's rows attend to, as the `chosen` of `fused`."""
+        """Return the slots that a trial's rows attend to, as the `chosen` of `fused`; here None, for all."""
         return None
 
     def _queries(self, x: mx.array) -> tuple[mx.array, mx.array]:

@@ -209,8 +209,8 @@ def compare_one_pass(reference: Reference, into: Comparison) -> None:
 def drift(reference: Reference, way: Way) -> Drift:
     """Return the change of a way's logprobs from the judge's that is greatest relative to its tolerance.
 
-    Positions of the output are compared up to and including the first with another token than the plain one. For up
-    to DOUBTED positions above their tolerance it is measured with repeated passes.
+    Positions of the output are compared up to and including the first with another token than the plain one. Of the
+    DOUBTED greatest changes, those above their tolerance get a tolerance that repeated passes measure.
     """
     found: list[Drift] = []
     one_pass, start = reference.one_pass, len(reference.prompt.tokens)

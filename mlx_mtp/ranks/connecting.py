@@ -22,7 +22,7 @@ from .watch import STARTS, Watch
 def watched_from_outside(watch: Watch | None) -> Iterator[None]:
     """Context in which a guard process replaces this process's watch; without a watch nothing changes.
 
-    In it SIGINT and SIGTERM end the process at once if this is the main thread; others cannot set signal handlers.
+    In it SIGINT and SIGTERM end the process at once if this is the main thread; other threads cannot set handlers.
     """
     if watch is None:
         yield

@@ -82,7 +82,8 @@ class Recording:
         rows = np.array(hidden.astype(mx.float16))
         if not np.isfinite(rows).all():
             raise ValueError(
-                "hidden rows hold NaN, or values that float16 cannot hold; heads cannot be trained on them"
+                "the target's hidden states for a document contain NaN, or values that float16 cannot hold; "
+                "heads cannot be trained on them"
             )
         pairs = np.stack([np.array(tokens, np.int32), np.array(choices, np.int32)], axis=1)
         document = Document(self.size, self.size + len(tokens), self.size + answer, held)

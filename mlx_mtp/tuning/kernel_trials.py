@@ -189,8 +189,8 @@ class Decisions:
     def _following(self, trial: KernelTrial, timed: KernelTrial) -> KernelVerdict:
         """Return a verdict without timing: on if the timed trial is on and this one is right, checked or stored.
 
-        With fewer rows than the timed trial, it is off if the verdict on one row less is off. Also without time to
-        check it.
+        With fewer rows than the timed trial, it is off if the verdict on one row less is off. It is also off if there
+        is no time to check it.
         """
         verdict = self.verdicts[timed.key]
         trial, known = trial.chosen(verdict.split), self._known(trial, verdict)
@@ -216,7 +216,10 @@ class Decisions:
         return None if is_stale(trial.key, known) or (like and known and known.split != like.split) else known
 
     def _no_time(self, trial: KernelTrial) -> str:
-        """Return why a kernel cannot be tried now, "" if it can; it is then compiled, which is not trial time."""
+        """Return why a kernel cannot be tried now, "" if it can.
+
+        Unless the time is used up, the kernel is compiled here, which does not count as trial time.
+        """
         if (tic := time.perf_counter()) >= self.end:
             return f"{NOT_TRIED}, the {self.budget:g} s for trials were used up"
         if not self.stop():

@@ -160,7 +160,7 @@ def test_the_stated_quantization_is_used(config):
         ({}, {"layers": 0}, r"layers=0: allowed is 1 to 3"),
         ({}, {"layers": 4}, r"layers=4: allowed is 1 to 3"),
         ({}, {"synth_rates": [1.5]}, r"synth_rates=1.5: allowed is between 0 and 1"),
-        ({}, {"synth_rates": [0.5, 0.6]}, r"synth_rates=0.6: allowed after 0.5 is at most that"),
+        ({}, {"synth_rates": [0.5, 0.6]}, r"synth_rates=0.6: allowed is at most 0.5, the rate of the depth before"),
         ({}, {"synth_rates": [0.5], "mtp": False}, "no heads that draft"),
         ({}, {"model": "demo"}, "not together with a checkpoint"),
     ],

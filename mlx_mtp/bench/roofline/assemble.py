@@ -158,7 +158,8 @@ def nearest(found: Found, context: int) -> list[Found]:
     near = min(known, key=lambda other: abs(other - context))
     if abs(near - context) > max(NEAR, context / 10):
         tokens = ", ".join(map(str, known))
-        raise ValueError(f"context={context}: bench {found['bench']} was measured at {tokens} tokens")
+        near = "give a context near one of these"
+        raise ValueError(f"context={context}: bench {found['bench']} was measured at {tokens} tokens; {near}")
     return [time for time in taken if time["context"] == near]
 
 
@@ -175,7 +176,9 @@ def times(found: Found) -> list[Found]:
     names = "context", "phase", "rows", "side", "seconds"
     lines: list[Found] = [dict(zip(names, line, strict=True)) for line in taken(found)]
     if not lines:
-        raise ValueError(f"measured: bench {found['bench']} has no times of several tokens with caches in 16 bits")
+        raise ValueError(
+            f"measured: bench {found['bench']} has no times of several tokens with unquantized caches; measure these"
+        )
     return [line | {"drafts": line["rows"] - 1} for line in lines]
 
 

@@ -80,7 +80,10 @@ def _mixer(model: Port, module: Any, window: Any, width: int) -> Iterator[Op]:
 
 
 def _experts(module: Any, block: Any, width: int) -> ExpertsOp:
-    """Describe a module with an MLP's matrices for all experts, inside the block that routes to it."""
+    """Return the ExpertsOp of a module with an MLP's matrices for all experts, inside the block that routes to it.
+
+    ValueError if the number of experts per token is unknown.
+    """
     made = [child for child in module.children().values() if isinstance(child, SWITCHES)]
     shapes = [_shape(child) for child in made]
     total, n, k = shapes[0]

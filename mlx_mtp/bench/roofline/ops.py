@@ -205,7 +205,7 @@ class ModelOps:
 
 
 def _formatted(part: Any, formats: dict[str, Any]) -> Any:
-    """Replace all fields of these names in a dataclass and in nested dataclasses."""
+    """Return a copy of a dataclass with all fields of these names replaced, also in those nested in it or its tuples."""
     if isinstance(part, tuple):
         return tuple(_formatted(inner, formats) for inner in part)
     if not isinstance(part, Op | LayerOps | DraftHeadOps | ModelOps):
