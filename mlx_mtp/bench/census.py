@@ -156,7 +156,7 @@ def bytes_read(work: Workload) -> dict[str, float]:
 def dense_bytes(model: Any, k: int) -> tuple[int, int]:
     """Return the bytes of weights that a pass of the target reads, and that k drafts of its heads read.
 
-    Experts and embedding rows are excluded. The second number is 0 for a model with another drafter than heads.
+    Experts and embedding rows are excluded. The second number is 0 if the model's `drafter` is not None.
     """
     modules = [(name, m) for name, m in model.named_modules() if not isinstance(m, (*EXPERTS, *EMBEDDINGS))]
     unembedding = model.unembedding()
@@ -234,7 +234,7 @@ def check_capture(phase: str, path: Path, cycles: int) -> None:
     Also for several cycles of a prefill.
     """
     if not mx.metal.is_available():
-        raise ValueError(f"capture={phase}: needs a Metal GPU, and this machine has none")
+        raise ValueError(f"capture={phase}: needs a Metal GPU, and this machine has none; capture on a Mac")
     if os.environ.get(VARIABLE) != "1":
         raise ValueError(f"capture={phase}: Metal captures only if the environment has {VARIABLE}=1; set it")
     if path.suffix != ".gputrace":

@@ -197,7 +197,7 @@ def _begin() -> int:
 
 
 def entry_of(prompt: BenchPrompt, reader: Reader, runs: Sequence[TimedRun]) -> dict[str, Any]:
-    """Describe one loop on one prompt, with a value per round in each list; lists about cycles are empty for mlx-lm.
+    """Return a dict about one loop on one prompt; lists have a value per round, those about cycles none for mlx-lm.
 
     context: the length that the prompt was padded to, or 0. read_seconds: of the prefill without the last token.
     text: a digest of the first round's tokens. tokens: number of tokens. seconds: since the first token. drafted,

@@ -84,7 +84,10 @@ def _ended(found: Found, tic: float) -> Found:
 
 
 def _or_why(line: Found, run: Callable[[], Found]) -> Found:
-    """Return a copy of a line with the result of `run` added or, if that raises, with "failed": type and message."""
+    """Return a copy of a line with the result of `run` added.
+
+    If `run` raises, "failed" is added instead: the error's type and first line.
+    """
     try:
         return line | run()
     except Exception as e:  # any type: the other parts still run

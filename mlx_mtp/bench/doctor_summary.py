@@ -80,9 +80,9 @@ def _of_kernel(name: str, lines: list[Found], found: Found) -> Found:
 
 
 def _alternative(of_split: list[Found], lines: list[Found]) -> Found | None:
-    """Return a dict: how multiply-adds are spelled, and at which row counts M rows are split or together; None if empty.
+    """Return a dict: how multiply-adds are spelled, and the row counts M at which rows are split, or are together.
 
-    of_split: those of `lines` whose kernel has the two alternatives.
+    None if nothing of it is known. of_split: those of `lines` whose kernel has the two alternatives.
     """
     found = {}
     if spellings := {k["spelling"] for k in lines if "spelling" in k}:

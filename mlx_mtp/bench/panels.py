@@ -209,7 +209,7 @@ def kernel_grid(found: Found) -> Iterator[Panel]:
 def _traffic_grids(lines: Sequence[Found]) -> Iterator[Panel]:
     """Yield a grid of how many times kernels read their largest buffer, and one of the growth of traffic with rows.
 
-    The second grid is of the kernels that read that buffer once.
+    The second grid is of the kernels that read that buffer once. A grid without kernels is left out.
     """
     again = {line["op"] for line in lines if line["reread"] > ONCE}
     first = {line["op"]: line["requested"] for line in sorted(lines, key=lambda line: -line["rows"])}

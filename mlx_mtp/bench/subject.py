@@ -283,7 +283,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def filler(characters: int) -> str:
-    """Return this number of characters of source code of Python's standard library, fewer if it has fewer."""
+    """Return this number of characters of source code of Python's standard library, at most all of the library."""
     text = ""
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         if len(text) >= characters:

@@ -49,7 +49,10 @@ class Kernels:
         self.sites: list[Any] = []
         self.words: tuple[str, ...] = ("none: as requested",) if on_metal() else ("none: no Metal GPU",)
         if not isinstance(model, Port):
-            raise ValueError("a model without a port is decoded one row at a time, without a verify; give another one")
+            raise ValueError(
+                "the model has no port and is decoded one row at a time: there is no verify to measure; "
+                "give a model of a supported family"
+            )
         if on_metal() and requested(lane) != "off":
             dtype = model.no_hidden().dtype
             self.sites = place(model)

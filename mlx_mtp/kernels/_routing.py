@@ -54,7 +54,7 @@ class Routing:
     def check(self, experts: int) -> None:
         """Raise ValueError if top_k exceeds `experts`, or they cannot form n_group > 1 equal groups of at least 2."""
         if self.top_k > experts:
-            raise ValueError(f"top_k is {self.top_k}; there are {experts} experts")
+            raise ValueError(f"top_k is {self.top_k}; there are {experts} experts, so it must be at most {experts}")
         if self.n_group > 1 and (experts % self.n_group or experts < 2 * self.n_group):
             groups = f"groups of equal size, at least 2, cannot hold {experts} experts"
             raise ValueError(f"n_group is {self.n_group}; {groups}")

@@ -192,9 +192,9 @@ def verify_moe(
             "shared_gate is given without shared, the output that it gates; give shared too, or leave out shared_gate"
         )
     if bias is not None and routing.kind == "softmax":
-        raise ValueError("a bias is given; softmax routing has none")
+        raise ValueError("a bias is given; softmax routing has none: leave it out")
     if limit is not None and experts.gate is None:
-        raise ValueError(f"limit={limit} is given; experts without a gate have none")
+        raise ValueError(f"limit={limit} is given; experts without a gate have none: leave it out")
     routing.check(count)
     dtype = experts.dtype(x)
     known = experts.known and dtype in DTYPES and x.size >= DEVICE and routable(logits, routing)

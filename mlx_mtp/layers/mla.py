@@ -32,7 +32,10 @@ Mask = mx.array | None  # boolean [L, S] or broadcast to it
 
 
 class PerHead(Site):
-    """The products of a `QuantizedMultiLinear`, [heads, N, K]; `heads_first`: the order of the output in memory."""
+    """The products of a `QuantizedMultiLinear`, [heads, N, K].
+
+    heads_first: whether the output has the head axis before the row axis in memory.
+    """
 
     kind_of_module: type = QuantizedMultiLinear
     op = "verify_qmm_heads"  # for a single row, too: there MLX copies queries that are split from rotated ones

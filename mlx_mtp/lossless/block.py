@@ -91,7 +91,7 @@ class BlockWiring:
     hidden: int = 0
 
     def right(self, model: Target, text: Known, depths: int) -> list[mx.array]:
-        """Return `right_block` with this wiring, of the text's `first_positions`; the wiring is then restored."""
+        """Return `right_block` of the text's `first_positions` with this wiring; then restore the model's wiring."""
         text = first_positions(text, depths)
         with wired(model, self):
             if "taps" in self.shape:
@@ -100,7 +100,7 @@ class BlockWiring:
 
 
 def first_positions(text: Known, k: int) -> Known:
-    """Return the first TRIED + k tokens of a text, or all; they have TRIED positions for the last of k drafts."""
+    """Return a text cut to its first TRIED + k tokens, so that the last of k drafts has TRIED positions."""
     n = TRIED + k
     return Known(text.tokens[:n], text.hidden[:, :n], text.predicted[:n])
 

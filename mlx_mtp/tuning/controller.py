@@ -62,8 +62,9 @@ class Controller:
     def plan(self, matched: int = 0, pending: int = 0) -> Plan:
         """Return the next cycle's plan; 0 drafts if none can be made, if they do not pay, or without budget.
 
-        `paused` becomes the reason in the last two cases, and "" for drafts or a plain step that is only measured. If
-        no drafts can be made, and in the first plain steps, it is unchanged.
+        `paused` becomes the reason in the last two cases. It becomes "" for a plan with drafts, and for a plain step
+        that is measured although drafts seem to pay. It is unchanged if no drafts can be made, and while
+        `costs.plain_first` is above 0, when all plans are plain steps.
         matched: length of the longest suffix that occurs earlier in the sequence. pending: hidden rows that the
         drafter must read before it drafts.
         """

@@ -51,7 +51,8 @@ def decide(
         tried are off. timer, budget and stop are ignored unless lane is None.
     remembered: stored findings, which are used and added to; in "exact" and "fast" only those of kernels that do not
         compile or run.
-    By trial, of those that share a compiled kernel the one with the maximum row count, then weights, is timed.
+    By trial, of the trials that share a compiled kernel only the one with the maximum row count, then weights, is
+    timed.
     """
     trials = list(trials)
     assert lane in (None, *LANES), lane
@@ -218,7 +219,7 @@ class Decisions:
     def _no_time(self, trial: KernelTrial) -> str:
         """Return why a kernel cannot be tried now, "" if it can.
 
-        Unless the time is used up, the kernel is compiled here, which does not count as trial time.
+        Unless the time is used up or `stop` returns True, the kernel is compiled here; that is not trial time.
         """
         if (tic := time.perf_counter()) >= self.end:
             return f"{NOT_TRIED}, the {self.budget:g} s for trials were used up"

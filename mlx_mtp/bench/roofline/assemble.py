@@ -176,9 +176,8 @@ def times(found: Found) -> list[Found]:
     names = "context", "phase", "rows", "side", "seconds"
     lines: list[Found] = [dict(zip(names, line, strict=True)) for line in taken(found)]
     if not lines:
-        raise ValueError(
-            f"measured: bench {found['bench']} has no times of several tokens with unquantized caches; measure these"
-        )
+        what = "no times of several tokens with unquantized caches; give one that has them"
+        raise ValueError(f"measured: this result of bench {found['bench']} has {what}")
     return [line | {"drafts": line["rows"] - 1} for line in lines]
 
 

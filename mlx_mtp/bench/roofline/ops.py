@@ -205,7 +205,10 @@ class ModelOps:
 
 
 def _formatted(part: Any, formats: dict[str, Any]) -> Any:
-    """Return a copy of a dataclass with all fields of these names replaced, also in those nested in it or its tuples."""
+    """Return a copy of a dataclass with all fields of these names replaced, also in dataclasses nested in it.
+
+    Of a tuple, return a tuple of such copies; any other value is returned unchanged.
+    """
     if isinstance(part, tuple):
         return tuple(_formatted(inner, formats) for inner in part)
     if not isinstance(part, Op | LayerOps | DraftHeadOps | ModelOps):

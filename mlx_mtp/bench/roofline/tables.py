@@ -57,7 +57,7 @@ def summary(found: Found) -> list[str]:
 
 
 def floors_of(found: Found) -> dict[tuple[str, int], dict[str, dict[str, float]]]:
-    """Return a result's floor bytes, by kind, by (phase, rows) in the order of tables and then by overlap."""
+    """Return a result's floors: by (phase, rows), in the order of tables, a dict by overlap of bytes by kind."""
     index = {}
     for line in sorted(found["floors"], key=lambda line: (PHASES.index(line["phase"]), line["rows"])):
         index.setdefault((line["phase"], line["rows"]), {})[line["overlap"]] = line["bytes"]

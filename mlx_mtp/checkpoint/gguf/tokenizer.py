@@ -69,10 +69,10 @@ class _Vocabulary:
 
 
 def make_tokenizer(meta: Meta) -> Tokenizer:
-    """Return the contents of a Hugging Face tokenizer's files, made from a GGUF file's metadata; nothing is written.
+    """Return the contents of a Hugging Face tokenizer's files, and its stop tokens, from a GGUF file's metadata.
 
-    The tokenizer is built once as a check. ValueError if the metadata have none, or one that is not supported or
-    cannot be built.
+    Nothing is written; the tokenizer is built once as a check. ValueError if the metadata have no tokenizer, or one
+    that is not supported or cannot be built.
     """
     vocabulary = _read(meta)
     kind = vocabulary.get("ggml.model", str)
