@@ -207,7 +207,7 @@ def kernel_grid(found: Found) -> Iterator[Panel]:
 
 
 def _traffic_grids(lines: Sequence[Found]) -> Iterator[Panel]:
-    """Yield a grid of how many times kernels read their largest buffer, and one of the growth of traffic with rows.
+    """Yield a grid of the number of times that kernels read their largest buffer, and one of the growth of traffic.
 
     The second grid is of the kernels that read that buffer once. A grid without kernels is left out.
     """

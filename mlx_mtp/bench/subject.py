@@ -241,7 +241,8 @@ def make_prompts(
 def picture_prompts(subject: Subject, images: Sequence[Any], resize_shape: Any = None) -> list[BenchPrompt]:
     """Return a prompt for each image, in the category "pictures". resize_shape: as in `stream_generate`.
 
-    Raises ValueError for a model that reads no pictures, and one with random weights, which has no tokenizer.
+    Raises ValueError for a model that reads no pictures, for one with random weights, which has no tokenizer, and as
+    `pictures.prompt.opened` for an image or a resize_shape.
     """
     if subject.tokenizer is None:
         raise ValueError("pictures need a tokenizer; random weights have none: give a checkpoint with --model")

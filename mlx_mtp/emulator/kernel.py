@@ -86,7 +86,8 @@ class MetalKernel:
 
         Arguments are those of the result of `mx.fast.metal_kernel`, and `options`.
         options: None for those of the innermost `emulated` block, else the defaults. Raises KernelFault for behaviour
-        that Metal leaves undefined and `options` do not allow, CompileError, and ValueError for wrong arguments.
+        that Metal leaves undefined and `options` do not allow, CompileError, and ValueError for wrong arguments and
+        as `find_clang`.
         """
         options = options or (emulations[-1][0] if emulations else EmulatorOptions())
         threads, group = _checked_triple(grid, "grid"), _checked_triple(threadgroup, "threadgroup")

@@ -71,7 +71,8 @@ def lark(grammar: str, *, tokenizer: Any = None) -> Grammar:
     """Return the grammar of a Lark text in llguidance's dialect, with the rule `start`.
 
     Special tokens of the tokenizer stand in it as `<name>`: a string never matches them. `%json` may contain no
-    `x-guidance`, and its white space is not bounded.
+    `x-guidance`, and its white space is not bounded. Raises ValueError for `x-guidance`, and if llguidance does not
+    support the grammar.
     """
     if "x-guidance" in grammar:
         raise ValueError("lark: x-guidance is not supported; give a schema with mlx_mtp.grammar.json_schema")

@@ -43,7 +43,8 @@ def find_model(name: str | None = None, config: Path | None = None, *, on_chip: 
 
     name: one of MODELS, "demo", or a checkpoint's directory. Weights are not read.
     on_chip: of a checkpoint or config.json, count unquantized weights and caches in 16 bits, as on a Mac; otherwise
-    in the type that they have on this machine. Raises a one-line ValueError for any other name, or name and config.
+    in the type that they have on this machine. Raises a one-line ValueError for any other name, for name and config
+    together, for a family without a port, and for a checkpoint or config.json that cannot be read.
     """
     width = 2 if on_chip else None
     if config is not None:
@@ -151,7 +152,8 @@ def assumed_of(subject: FloorSubject, block: Sequence[float], heads: Sequence[fl
 def nearest(found: Found, context: int) -> list[Found]:
     """Return a result's times at its measured context nearest to `context`.
 
-    Raises ValueError if that differs by more than NEAR (256) tokens and more than a tenth of `context`.
+    Raises ValueError if the nearest one differs by more than NEAR (256) tokens and more than a tenth of `context`,
+    and as `times`.
     """
     taken = times(found)
     known = list(dict.fromkeys(time["context"] for time in taken))

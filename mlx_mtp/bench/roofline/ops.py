@@ -181,7 +181,9 @@ class ModelOps:
         return 7 if self.recycled else min(7, len(self.drafts))
 
     def draft_passes(self, k: int) -> list[tuple[DraftHeadOps, int]]:
-        """Return the passes of draft heads for k drafts, one each, as (head, rows); ValueError above `max_drafts`.
+        """Return the passes of draft heads for k drafts, one per draft, as (head, rows).
+
+        ValueError for a k outside 0 to `max_drafts`.
 
         As in the decode loop, each of k depths reads the k + 1 rows of the last verify and the earlier drafts; a
         recycled head reads one more row for each further draft.
