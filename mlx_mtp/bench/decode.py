@@ -147,7 +147,7 @@ class TimedRun:
 
 @dataclass
 class Reader:
-    """A loop whose `read` prefills a prompt without its last token; each `run` continues from a copy of that cache.
+    """A loop whose `read` prefills all tokens of a prompt but the last; each `run` continues a copy of that cache.
 
     seconds, peak: of the prefill.
     """

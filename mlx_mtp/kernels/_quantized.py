@@ -136,7 +136,7 @@ def dequantized(weights: Quantized) -> mx.array:
 
 
 def stock_product(x: mx.array, weights: Quantized) -> mx.array:
-    """Return x [..., K] times the weights [N, K], without a bias, as [..., N], by MLX's quantized product.
+    """Return x [..., K] times the weights [N, K], as [..., N], by MLX's quantized product; no bias is added.
 
     MLX has none for block formats: these weights are dequantized in pieces, multiplied in float32, and the result is
     cast to x's type.

@@ -15,7 +15,7 @@ TOGETHER_ROWS = tuple(range(9, MAX_ROWS + 1))  # rows of a verify of more drafts
 
 
 def quantized(module: Any) -> Quantized:
-    """Return a quantized module's current weights, [N, K] or [E, N, K], in the kernels' form, without its `bias`."""
+    """Return a quantized module's current weights, [N, K] or [E, N, K], as `Quantized`; its `bias` is left out."""
     form = module.group_size, module.bits, module.mode, module.scales.shape[-2:-1]
     return Quantized(module.weight, module.scales, module.get("biases"), *form)
 

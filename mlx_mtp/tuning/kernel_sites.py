@@ -119,7 +119,7 @@ def tied(model: Any, module: Any) -> bool:
 
 
 def _is_stacked(mlp: Any) -> bool:
-    """Return whether an MLP's gate and up projections share one site, without biases and output scales."""
+    """Return whether an MLP's gate and up projections share one site and have no biases and no output scales."""
     both = [mlp.gate_proj, mlp.up_proj]
     stack = getattr(mlp.gate_proj, "site", None)
     return isinstance(stack, Stack) and stack.modules == both and not any({"bias", SCALE} & {*m} for m in both)

@@ -47,8 +47,8 @@ def decide(
 
     lane: None switches on kernels that are right and faster by MARGIN; "exact" and "fast" all that are right, without
         timing; "off" none.
-    budget: seconds for new trials, without compilation; they also end once `stop` returns True. Kernels that are not
-        tried are off. timer, budget and stop are ignored unless lane is None.
+    budget: seconds for new trials, in which compilation does not count; trials also end once `stop` returns True.
+        Kernels that are not tried are off. timer, budget and stop are ignored unless lane is None.
     remembered: stored findings, which are used and added to; in "exact" and "fast" only those of kernels that do not
         compile or run.
     By trial, of the trials that share a compiled kernel only the one with the maximum row count, then weights, is
