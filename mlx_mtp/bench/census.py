@@ -231,7 +231,7 @@ def trace_paths(path: Path, cycles: int) -> list[Path]:
 def check_capture(phase: str, path: Path, cycles: int) -> None:
     """Raise ValueError if Metal cannot write traces: no GPU, not enabled, another suffix, or a file that exists.
 
-    Also for several cycles of a prefill.
+    ValueError also for more than one cycle of the phase "prefill", which runs once.
     """
     if not mx.metal.is_available():
         raise ValueError(f"capture={phase}: needs a Metal GPU, and this machine has none; capture on a Mac")

@@ -341,7 +341,8 @@ def as_result(session: Session, options: dict[str, Any]) -> dict[str, Any]:
 def broken(found: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the differences in a result that rounding cannot explain.
 
-    These are all of settings with an unquantized cache of the target if the model is in float32, else none.
+    If the model is in float32, these are the differences of all settings in which the target's cache is unquantized;
+    else there are none.
     """
     exact = found["model"]["dtype"] == "float32"
     return [d for d in found["differences"] if exact and d["kv_bits"] is None]

@@ -108,7 +108,7 @@ def comparison(found: dict[str, Any], *, quick: bool) -> Table:
 def stored(row: Any) -> ModelOps:
     """Return the operations, for byte counts, of the other engine in a published row.
 
-    It drafted with the first head only, recycled.
+    That engine drafted with the first head only, recycled.
     """
     kinds = row.kv_cache, row.mtp_kv_cache or row.kv_cache
     target, heads = (MODELS[MODEL].stored(STORED_BITS[row.weights], None, STORED_BITS[kv] / 8) for kv in kinds)

@@ -52,7 +52,7 @@ def raw(timers: Sequence[Timer], undisturbed: Sequence[float]) -> Found:
 def lines(found: Found) -> list[Line]:
     """Return a Line per phase of a profile, per part of "host", and for the rest of the wall time.
 
-    Those that took no time in some round are left out.
+    A Line whose phase or part took no time in some round is left out.
     """
     made, seconds = [], found["seconds"]
     host = [sum(parts) for parts in zip(*(seconds[name] for name in HOST), strict=True)]

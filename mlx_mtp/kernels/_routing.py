@@ -116,7 +116,7 @@ def routable(logits: mx.array, routing: Routing) -> bool:
 def room(m: int, top_k: int) -> int:
     """Return the number of pairs for which a threadgroup reserves memory: top_k times 8 if m <= 8, else times 16.
 
-    It is rounded up to a multiple of 128.
+    The number is rounded up to a multiple of 128.
     """
     return 128 * -(-(FEW_ROWS if m <= FEW_ROWS else MOST_ROWS) * top_k // 128)
 

@@ -82,7 +82,7 @@ def verify_moe_ref(
 ) -> mx.array:
     """Return the weighted sum of the chosen experts, dequantized, in float32: the reference of `verify_moe`.
 
-    It is rounded once, before the shared output is added. Arguments are the same, without `split`.
+    The sum is rounded once, before the shared output is added. Arguments are the same, without `split`.
     """
     visited, weights = route_ref(logits, routing, bias)
     rows = x.astype(mx.float32)[:, None, :, None]

@@ -264,8 +264,8 @@ class Port(HasRuntime, nn.Module):
         """Convert checkpoint tensors to parameters by path; KeyError if mlx-lm finds one missing.
 
         trunk, heads: the target's and the heads' tensors. shift_trunk, shift_heads: whether their norms are stored
-        zero-centred and need 1 added. mlx-lm decides that for the trunk (here shift_trunk is unused). It may judge
-        the heads' norms differently, so with ZERO_CENTRED they bypass it and are shifted here.
+        zero-centred and need 1 added. mlx-lm decides that for the trunk (here shift_trunk is unused). mlx-lm may
+        judge the heads' norms differently, so with ZERO_CENTRED they bypass mlx-lm and are shifted here.
         """
         if self.spec.prefix == TUNED.prefix:
             return self.BASE.sanitize(self, trunk) | {

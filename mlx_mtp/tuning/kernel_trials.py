@@ -101,7 +101,7 @@ def check_spellings(trial: KernelTrial) -> str | None:
 def check_split(trial: KernelTrial) -> tuple[str | None, bool]:
     """Return (why a kernel is wrong, or None; whether its rows must be split).
 
-    They must if it does not run otherwise; the reason is then that of the kernel with split rows.
+    They must be split if the kernel does not run otherwise; the reason is then that of the kernel with split rows.
     """
     wrong = check_spellings(trial)
     if wrong and wrong.startswith(FAILS) and trial.split:
@@ -211,7 +211,8 @@ class Decisions:
     def _known(self, trial: KernelTrial, like: KernelVerdict | None) -> Found | None:
         """Return the stored finding of a trial; None if there is none, or if it does not apply.
 
-        It applies if it was made with the spelling in use and, with `like`, its kernel splits rows as `like` does.
+        The finding applies if it was made with the spelling in use and, with `like`, for a kernel that splits rows as
+        `like` does.
         """
         known = self.known.get(trial.key)
         return None if is_stale(trial.key, known) or (like and known and known.split != like.split) else known
