@@ -149,8 +149,8 @@ class ChatSession:
     def _adopt(self, cache: PromptCache, system_prompt: str | None) -> str | None:
         """Use the prompt and template_config of a given cache; return its system prompt.
 
-        Of an empty cache without them, nothing is used, and `system_prompt` is returned. If any cache has fewer heads
-        than the model, drafts per cycle are limited to their number. Raises ValueError as `__init__` states.
+        Of an empty cache without them, nothing is used, and `system_prompt` is returned. If the cache, empty or not,
+        has fewer heads than the model, drafts per cycle are limited to their number. Raises as `__init__`.
         """
         if len(cache.heads) < len(self.model.head_windows()):
             self.num_draft_tokens = min(self.num_draft_tokens, len(cache.heads))

@@ -226,8 +226,8 @@ class BatchGenerator:
     def extract_cache(self, uids: Any) -> dict[int, tuple[PromptCache, list[int]]]:
         """Return by uid a copy of each sequence's cache, and the tokens in it; the sequences continue.
 
-        An active sequence's has all its tokens but the last, a queued one's those prefilled so far. uids: None for
-        all; unknown or finished ones are left out.
+        The cache of an active sequence has all its tokens but the last, that of a queued one those prefilled so far.
+        uids: None for all; unknown or finished ones are left out.
         """
         found = {}
         for sequence in self._sequences(uids):
@@ -239,7 +239,7 @@ class BatchGenerator:
     def remove(self, uids: Any, return_prompt_caches: bool = False) -> dict[int, tuple[PromptCache, list[int]]]:
         """Cancel sequences; return {}, or with return_prompt_caches what `extract_cache` returns for them.
 
-        uids: a collection; unknown and finished ones are ignored. Their errors that were not raised yet are dropped.
+        uids: a collection; unknown and finished ones are ignored. Errors of these uids not raised yet are dropped.
         """
         caches = self.extract_cache(uids) if return_prompt_caches else {}
         for sequence in self._sequences(uids):
@@ -332,7 +332,7 @@ def for_each(name: str, values: Any, own: Any, n: int) -> list[Any]:
     if not hasattr(values, "__len__") or isinstance(values, str):
         raise ValueError(f"{name}={values!r}: expected a list, with one entry for each of {n} prompts")
     if len(values) not in (0, n):
-        raise ValueError(f"{name}: {len(values)} of them, expected one for each of {n} prompts")
+        raise ValueError(f"{name}: {len(values)} values; expected one for each of {n} prompts")
     return list(values) or [own] * n
 
 

@@ -101,7 +101,7 @@ def group_size_for(model: CachedModel) -> int:
 def layout_of(cache: Any) -> dict[str, int | None]:
     """Return a prompt cache's kv_bits, mtp_kv_bits, kv_group_size and max_kv_size, each None if it has none.
 
-    kv_bits are also those of a quantization that is still due.
+    If a quantization is still due, kv_bits and kv_group_size are those that it will use.
     """
     due = cache.quantizing
     target, draft = ([c.config for c in caches if "bits" in c.config] for caches in (cache.layers, cache.heads))

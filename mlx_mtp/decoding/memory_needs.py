@@ -70,8 +70,8 @@ class Budget:
     def check(self, model: Target, path: Path) -> None:
         """Raise ValueError, with what would fit, if `model`, loaded lazily from `path`, needs too much memory.
 
-        Nothing is checked with `ignore` or the environment variable; a layout that the model lacks raises in any
-        case.
+        Nothing is checked with `ignore` or the environment variable IGNORE; a layout that the model does not support
+        raises ValueError in any case.
         """
         have, cache = memory.available(), make_prompt_cache(model, **self.layout)
         weights = nbytes(model.parameters())

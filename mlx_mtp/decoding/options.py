@@ -48,7 +48,7 @@ compile_cycles: record cycles of equal shapes and replay them. None: on a GPU, u
 draft_sampling: at a temperature, drafts are the heads' likeliest tokens ("greedy"), or draws with the noise of the
     target's draws ("coupled", the default).
 prompt_cache: from `make_prompt_cache`; the prompt is appended to it. At the end, also after an early stop, it
-    contains every token but the last one yielded. An empty list of mlx_lm's caches receives a new one.
+    contains every token but the last one yielded. In a list, mlx_lm's empty caches are replaced by a new one.
 prefill_step_size: tokens per prefill chunk. None: chosen by the load, 2048, 1024, 512 or 256; on a CPU 256.
 kv_bits, mtp_kv_bits: bits of the target's and the heads' keys and values: 2, 3, 4, 5, 6, 8, or None.
 kv_group_size: values that are quantized together: 32, 64, 128, or None for 64, 32 where the head size needs it.
@@ -186,9 +186,10 @@ def cache_for(
 ) -> PromptCache:
     """Return the caller's cache, or for None a new one by `make_prompt_cache` with k as its num_draft_tokens.
 
-    Its `adapter` becomes the selected one's. With a cache, k, group_size and start are ignored. Raises ValueError for
-    a cache together with an option of `layout` that is not None, for a cache with another number of layers or more
-    heads than the model, or of tokens read with another adapter, and for what `make_prompt_cache` refuses.
+    The cache's `adapter` becomes the digest of the selected adapter. With a cache, k, group_size and start are
+    ignored. Raises ValueError for a cache together with an option of `layout` that is not None, for a cache with
+    another number of layers or more heads than the model, or of tokens read with another adapter, and for what
+    `make_prompt_cache` refuses.
     """
     adapters = model.runtime.adapters
     if given is None:

@@ -104,8 +104,8 @@ def control_for(
 ) -> Controller | Fixed:
     """Return a generation's control: at most k drafts, or max_lookup of prompt lookup, per cycle.
 
-    It adapts the number to measured costs, which begin with those stored for built or replayed cycles. It is fixed
-    without `adaptive`, or if both maxima and that of the matcher's drafts are 0.
+    The control adapts the number to measured costs, which begin with those stored for built or replayed cycles. It is
+    Fixed without `adaptive`, or if both maxima and that of the matcher's drafts are 0.
     """
     if adaptive and (k or max_lookup or (matcher and matcher.most)):
         costs = learned(model)

@@ -69,7 +69,7 @@ def verify(frame: Frame, run: Run, drafts: Drafts, limits: mx.array | None = Non
 
 
 def read_rows(frame: Frame, run: Run, drafts: Drafts) -> Passed:
-    """Append the newest token and each draft to the target's caches; return their rows."""
+    """Append the newest token and each draft to the target's caches; return their rows as `Passed`."""
     model, cache = frame.model, frame.cache
     position, rows = cache.layers[0].offset + 1, run.newest()
     if drafts.tokens is not None:

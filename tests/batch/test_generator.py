@@ -189,7 +189,7 @@ def test_ranks_are_refused(pair, monkeypatch):
     ("arguments", "message"),
     [
         ({"prompts": [[]]}, r"^prompts\[0\]: empty"),
-        ({"prompts": [[1], [2]], "max_tokens": [1]}, "^max_tokens: 1 of them, expected one for each of 2 prompts"),
+        ({"prompts": [[1], [2]], "max_tokens": [1]}, "^max_tokens: 1 values; expected one for each of 2 prompts"),
         ({"prompts": [[1]], "max_tokens": [0]}, "^max_tokens=0: allowed is 1 or more"),
         ({"prompts": [[1]], "num_draft_tokens": [99]}, "^num_draft_tokens=99: allowed is 0 to 3"),
     ],
