@@ -100,7 +100,7 @@ class CycleMasks:
         return min((self.forced[i] for i, _ in self._guided()), default=self.k)
 
     def read(self, drafts: Sequence[Sequence[int]]) -> int:
-        """Write the masks after each of the given first drafts of each sequence in `rows`, the last also in `allowed`.
+        """Write the masks after each of the given first drafts of each sequence in `rows`, the last in `allowed` too.
 
         Returns the maximum, over sequences with a grammar, of the number of first drafts that are allowed.
         """

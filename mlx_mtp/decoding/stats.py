@@ -177,7 +177,7 @@ class Stats:
         self.peak_memory = max(self.peak_memory, mx.get_peak_memory())
 
     def time_phases(self, run: Any) -> None:
-        """Every TIMED_EVERY cycles evaluate a run's drafts, then its verify, and time both; not for plain decoding."""
+        """Every TIMED_EVERY cycles evaluate a run's drafts, then its verify, timing both; not for plain decoding."""
         if not self._first_token or not self.num_draft_tokens or self.cycles % TIMED_EVERY:
             return
         for half, array in enumerate((run.drafts, run.packed)):

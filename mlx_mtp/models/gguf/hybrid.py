@@ -130,8 +130,8 @@ def qwen35_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
 def next_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
     """Return `recurrent_changes`, or the change that orders the rows of in_proj_qkvz by key head.
 
-    Converters sort those rows by kind (q, k, v, z) and split them into two tensors; a layer with one tensor is
-    unsorted.
+    Converters sort those rows by kind (q, k, v, z) and split them into two tensors; a layer with one tensor, ssm_in,
+    has them by key head already.
     """
     layer = path.rpartition(".linear_attn.")[0].rpartition(".")[2]
     if path.endswith("in_proj_qkvz.weight") and f"blk.{layer}.ssm_in.weight" not in meta.shapes:

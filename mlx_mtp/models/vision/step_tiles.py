@@ -47,8 +47,9 @@ class Views(NamedTuple):
 class Pixels:
     """Cuts, resizes and normalizes pictures.
 
-    settings: preprocessor_config.json, None for the released values. path: directory of the tokenizer. ValueError
-    without Pillow, for sizes of views that do not fit the tower, or if the tokenizer lacks one of MARKS.
+    settings: preprocessor_config.json, None for the released values. config: config.json, whose vision_config has the
+    tower's sizes. path: directory of the tokenizer. ValueError without Pillow, for sizes of views that do not fit the
+    tower, or if the tokenizer lacks one of MARKS.
     """
 
     def __init__(self, settings: dict[str, Any] | None, config: dict, path: Path):
