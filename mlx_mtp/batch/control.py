@@ -49,7 +49,7 @@ class Controls:
     def _controller(self, sequences: int, k: int, how: dict[str, Any]) -> Controller:
         """Return a controller that starts with the model's costs of this number of sequences, or the nearest number.
 
-        The controller's costs, which it goes on measuring, become the model's for this number.
+        The controller's costs, which it continues to update, become the model's costs of this number.
         """
         costs = learned(self.model)
         known = costs.together_replayed if self.replayed else costs.together
@@ -87,7 +87,7 @@ def outcome(
     matched: int = 0,
     context: int = 0,
 ) -> Cycle:
-    """Return a pool's cycle as the mean of its sequences.
+    """Return a pool's cycle as a `Cycle` whose counts are means over its sequences.
 
     accepted: the fields of `Accepted` of each sequence. verified: drafts per sequence. The other arguments are fields
     of `Cycle`.

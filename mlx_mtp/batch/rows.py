@@ -13,7 +13,7 @@ MOST_MISSED = 8  # maximum rows that paused heads in a pool may miss: their ring
 
 
 def misses_too_many(pool: Pool, more: int) -> bool:
-    """Return whether a drafter misses MOST_MISSED rows per sequence, or too many for a call with `more` rows."""
+    """Return whether a drafter misses at least MOST_MISSED rows of a sequence, or too many to read with `more`."""
     return len(pool.missed) >= MOST_MISSED or len(pool.missed) + more > CALL_ROWS
 
 

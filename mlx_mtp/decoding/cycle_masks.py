@@ -102,6 +102,8 @@ class CycleMasks:
     def read(self, drafts: Sequence[Sequence[int]]) -> int:
         """Write the masks after each of the given first drafts of each sequence in `rows`, the last in `allowed` too.
 
+        Masks after a draft that the grammar forbids stay as they are.
+
         Returns the maximum, over sequences with a grammar, of the number of first drafts that are allowed.
         """
         most, allowed = 0, self._writable()

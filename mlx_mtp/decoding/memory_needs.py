@@ -104,7 +104,10 @@ def _tower_bytes(model: Target) -> int:
 
 
 def _caches_and_scratch(model: Target, cache: PromptCache, context: int, rows: int) -> tuple[int, int, int]:
-    """Estimate the bytes of the target's caches, of the heads' caches, and of temporary arrays of the last `rows`."""
+    """Estimate the bytes of the target's caches, of the heads' caches, and of temporary arrays.
+
+    The caches are at `context` positions; the arrays are those of prefilling the last `rows` of these.
+    """
     full, kv, head_kv = _filled(model, cache, context)
     # A CPU runs a recurrence row by row: its graph is too large for many rows.
     if any(c.is_state for c in full.layers) and mx.default_device() == mx.cpu and rows > LOOPED[-1]:
@@ -118,7 +121,7 @@ def _caches_and_scratch(model: Target, cache: PromptCache, context: int, rows: i
 def _upper_bound(model: Target, cache: PromptCache, context: int, rows: int) -> int:
     """Return an upper bound of the sum of `_caches_and_scratch` that needs no graph.
 
-    It assumes an attention head per 8 columns, and keys as wide as the model.
+    The bound assumes an attention head per 8 columns, and keys as wide as the model.
     """
     width, layers = max(NARROW, model.no_hidden().shape[-1]), len(model.layers) + len(model.mtp)
     positions = context + 2 * GRAIN + max((c.window or 0 for c in cache.caches), default=0)
@@ -183,7 +186,10 @@ def _largest(model: Target, cache: PromptCache, room: int, chunk: int, longest: 
 
 
 def _fitting(model: Target, budget: int, asked: Budget) -> Iterator[str]:
-    """Yield in words what would fit: a shorter context, one with quantized caches; nothing if the weights do not."""
+    """Yield in words what would fit: a shorter context, one with quantized caches; nothing if the weights do not.
+
+    budget: bytes for weights, caches and temporary arrays. asked: the load's Budget.
+    """
     plain = largest_context(model, budget, chunk=asked.step, **asked.layout)
     if plain:
         yield f"max_context={plain} fits"
@@ -223,7 +229,7 @@ def check_prompt(
     """Raise ValueError if appending `prompt` tokens and `max_tokens` to `cache` needs more memory than is available.
 
     A max_tokens of -1, no limit, counts as one token. Nothing is checked up to UNCHECKED positions in all, with
-    `ignore`, or with the environment variable IGNORE.
+    `ignore`, or with the environment variable IGNORE. chunk: tokens per prefill chunk.
     """
     context = cache.offset + prompt + abs(max_tokens)
     if context <= UNCHECKED or ignore or ignored():
@@ -243,8 +249,8 @@ def make_room(
 ) -> int:
     """Reserve positions for a prompt and new tokens; return the maximum number of new tokens, -1 for no limit.
 
-    limit: max_tokens; at most RESERVED_TOKENS of them are reserved. Raises ValueError if `max_context` or, with
-    `check`, the available memory is exceeded.
+    limit: max_tokens; at most RESERVED_TOKENS positions are reserved for new tokens. chunk: tokens per prefill chunk.
+    Raises ValueError if `max_context` or, with `check`, the available memory is exceeded.
     """
     limit = within(max_context, cache.offset, prompt, limit)
     check_prompt(model, cache, prompt, limit, chunk, ignore=not check)

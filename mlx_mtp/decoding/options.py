@@ -168,7 +168,7 @@ def token_ids(prompt: mx.array | Sequence[int], vocab_size: int, *, pictures: bo
 
 
 def cache_options(options: Any) -> dict[str, Any]:
-    """Remove those of CACHE_OPTIONS that are in `options`, a dict, and return them.
+    """Remove those of CACHE_OPTIONS that are in `options`, a dict, and return them in another dict.
 
     quantized_kv_start is always returned, by default QUANTIZED_KV_START.
     """

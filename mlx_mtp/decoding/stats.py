@@ -27,7 +27,7 @@ class Stats:
                    keep the style of its separators.
     lengths:       number of cycles by the number of drafts that they verified.
     waits:         host reads in cycles: one per cycle; with p_min one more; with a grammar one more for the drafts,
-                   if any, or one for each draft that it does not force where it masks all of them.
+                   if any, or in stepwise cycles (`Plan.stepwise`) one for each draft that the grammar does not force.
     built_late:    cycles built after the previous cycle was read, by reason; not the first, nor those that replace
                    one built ahead because the grammar forces tokens.
     compiled_cycles: replayed cycles; compiled_shapes: kinds of steps recorded for replay.

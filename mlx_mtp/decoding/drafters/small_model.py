@@ -35,7 +35,7 @@ class SmallModel(Drafter):
     reads_hidden = False
 
     def __init__(self, small: Any, vocab_size: int, path: Path | None = None):
-        """small: a loaded port. path: its directory."""
+        """small: a loaded port. vocab_size: the target's. path: the port's directory."""
         self.small, self.vocab_size, self.path, self.windows = small, vocab_size, path, tuple(small.windows())
         self.NO_KV_BITS, self.head_dim = small.NO_KV_BITS, getattr(small.args, "head_dim", None)
 

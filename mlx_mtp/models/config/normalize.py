@@ -52,7 +52,7 @@ class Normalized:
             )
 
     def warn(self, file: Path, stacklevel: int) -> None:
-        """Emit one warning that names the keys in `unread`, if there are any."""
+        """Emit one warning that names the keys in `unread`, if there are any; stacklevel: 1 for the caller's line."""
         if self.unread:
             family = f"the implementation of model_type {self.config['model_type']!r}"
             text = f"{file}: not read by {family}: {', '.join(self.unread)}; check that they do not change the model"
