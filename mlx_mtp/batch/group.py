@@ -159,7 +159,7 @@ class Group:
         return responses, leaving
 
     def _leave(self, cycle: PoolCycle) -> Waiting:
-        """Copy unfinished sequences' caches from the pool after a read cycle; return each with its newest row's Run."""
+        """Copy unfinished sequences' caches from the pool after a read cycle; return each with its last row's Run."""
         leaving = []
         for row, sequence in enumerate(cycle.rows):
             if sequence and not sequence.finished:

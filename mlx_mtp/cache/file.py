@@ -264,7 +264,7 @@ def _state_in(f: BinaryIO, file: str | Path) -> tuple[dict[str, Any], str]:
         if type(version) is not int:
             raise ValueError(version)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ValueError(f"{file}: not a prompt cache of mlx_mtp, or damaged") from None
+        raise ValueError(f"{file}: not a prompt cache of mlx_mtp, or damaged; make it again") from None
     if version not in (TEXT_FORMAT, FORMAT):
         age = "an older" if version < TEXT_FORMAT else "a newer"
         reads = f"{TEXT_FORMAT} and {FORMAT}"

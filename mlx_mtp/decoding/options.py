@@ -200,7 +200,7 @@ def cache_for(
     if asked := [f"{name}={value}" for name, value in layout.items() if value is not None]:
         raise ValueError(f"{asked[0]}: fixed when a prompt_cache is made; give it to make_prompt_cache")
     if len(given.layers) != len(model.windows()) or len(given.heads) > len(model.head_windows()):
-        raise ValueError("prompt_cache: made for another model (its layers or heads do not match)")
+        raise ValueError("prompt_cache: made for another model (its layers or heads do not match); make a new one")
     if given.offset and given.adapter not in (None, adapters.fingerprint):
         before = adapters.name_of(given.adapter)
         raise ValueError(

@@ -181,7 +181,7 @@ class Recorder:
     def fit(self, model: Target) -> None:
         """Drop the records with the selected adapter if the model has changed since they were made.
 
-        Also if its kernels, its drafter or the device have changed.
+        A change of its kernels, its drafter or the device counts, too.
         """
         state = [str(mx.default_device()), getattr(model, "drafter", None), *_state(model)]
         known = self._states.get(adapter := model.runtime.adapters.selected, [])

@@ -118,7 +118,7 @@ def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int
     head_dim = size("head_dim", max(1, width // heads))
     if heads % kv_heads or head_dim % 2:
         found = f"num_attention_heads={heads}, num_key_value_heads={kv_heads}, head_dim={head_dim}"
-        raise ValueError(f"{found}: expected heads that are a multiple of the KV heads, and an even head_dim")
+        raise ValueError(f"{found}: expected heads to be a multiple of KV heads, and an even head_dim")
     if known < vocab and "d2t" not in own:
         raise ValueError(f"tensor d2t is missing; it maps the LM head's {known} tokens to the vocabulary of {vocab}")
     rope = Rope({"rope_theta": 10000.0, **layer}).main

@@ -123,7 +123,7 @@ class Meta:
         found = [_plain(v) for v in values] if self.layers <= len(values) <= MOST_BLOCKS else []
         if not found or not all(isinstance(v, int | float) and np.isfinite(v) for v in found):
             expected = f"a finite number, or a list of {self.layers} to {MOST_BLOCKS} finite numbers"
-            raise ValueError(f"{self.file}: metadata {full} is not {expected}")
+            raise ValueError(f"{self.file}: metadata {full}: expected {expected}")
         return found
 
     def refuse_unread(self) -> None:
