@@ -41,7 +41,7 @@ def prefill_chunk(model: Target, layout: Mapping[str, Any], *, lazy: bool = Fals
 
     A stored choice is used, else the device is timed and the choice stored. All ranks call this and get rank 0's.
     layout: arguments of `make_prompt_cache`. lazy: do not read the weights; without a stored choice, return the
-    smallest chunk.
+    smallest chunk. What is returned is also the choice of later loads of the same facts in this process.
     """
     if mx.default_device() == mx.cpu:
         return None

@@ -189,7 +189,7 @@ def nemotron_config(meta: Meta) -> dict[str, Any]:
     names = (("ssm_in", "M"), ("attn_q", "*"), ("ffn_up_exps", "E"), ("ffn_up", "-"))
     kinds = [next((k for n, k in names if f"blk.{i}.{n}.weight" in meta.shapes), "?") for i in range(meta.layers)]
     if "?" in kinds:
-        raise ValueError(f"{meta.file}: block {kinds.index('?')} has no tensor of Mamba2, attention, experts or an MLP")
+        raise ValueError(f"{meta.file}: block {kinds.index('?')} has no tensor of Mamba2, attention, experts or MLP")
     conv_bias = any(name.endswith("ssm_conv1d.bias") for name in meta.shapes)
     found |= {
         "hybrid_override_pattern": "".join(kinds),
