@@ -278,11 +278,21 @@ def checkpoint_path(model: str | None, *, code: bool = False, flags: dict[str, A
 
     code: also its Python files. flags: the command's, for a GGUF file, which is transcoded if that is not cached.
     """
+    from ..checkpoint.gguf.cached import is_gguf
+
+    found = own_path(model, code=code)
+    return transcoded(str(found), flags or {}) if is_gguf(found) else found
+
+
+def own_path(model: str | None, *, code: bool = False) -> Path:
+    """Return the directory or GGUF file of --model, by default the demo; download it if it is on the hub.
+
+    code: also its Python files.
+    """
     from ..checkpoint.files import resolve
     from ..checkpoint.gguf.cached import is_gguf
 
-    found = demo_path() if model is None else model if is_gguf(model) else resolve(model, code=code)
-    return transcoded(str(found), flags or {}) if is_gguf(found) else Path(found)
+    return Path(demo_path() if model is None else model if is_gguf(model) else resolve(model, code=code))
 
 
 def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:

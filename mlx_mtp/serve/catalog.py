@@ -27,9 +27,10 @@ class Offer:
     context: maximum tokens of prompt and answer together. needed: estimated bytes of memory for the load and a
     context of UNCHECKED tokens, or of `context` if that is less. size: bytes of the weights in memory, of target and
     heads. family: the model_type. stored: the weights' formats in memory. created: time of the last change of
-    `path`, in seconds since 1970. sees: the model reads pictures. digest: 64 hex digits, from path, size and created.
+    `path`, in seconds since 1970. sees: the model reads pictures. adapter: name of the adapter that requests with this model's name select, "" for none. digest: 64
+    hex digits, from path, size, created and adapter.
 
-    A server of one loaded model has no path and no `needed` for it; `created` is the time of its load.
+    A server of one loaded model has no `needed` for it; `created` is the time of its load.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Offer:
     stored: str = ""
     created: int = 0
     sees: bool = False
+    adapter: str = ""
 
     def called(self, name: str) -> "Offer":
         """Return the same model under another name."""
@@ -49,7 +51,8 @@ class Offer:
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(repr((str(self.path), self.size, self.created)).encode()).hexdigest()
+        facts = str(self.path), self.size, self.created, self.adapter
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def offers(models: Iterable[tuple[str, Path]], folder: Path | None, limit: int | None = None) -> list[Offer]:
