@@ -145,7 +145,7 @@ code_option = option(
     "--trust-remote-code", is_flag=True, help="Download the checkpoint's code and let the tokenizer run it."
 )
 checkpoint_options = options(option("--model", help=MODEL), code_option)
-loading_options = options(
+source_options = options(
     *gguf_options,
     option(
         "--adapter-path",
@@ -166,6 +166,9 @@ loading_options = options(
     option("--mtp-path", help="File or directory with the heads, such as the released checkpoint."),
     option("--vision/--no-vision", default=True, help="Read pictures with the model's vision tower, or refuse them."),
     option("--vision-path", help="File or directory with the vision tower, such as the released checkpoint."),
+)
+loading_options = options(
+    source_options,
     typed(
         "--kernels",
         KERNELS,

@@ -27,8 +27,8 @@ class Offer:
     context: maximum tokens of prompt and answer together. needed: estimated bytes of memory for the load and a
     context of UNCHECKED tokens, or of `context` if that is less. size: bytes of the weights in memory, of target and
     heads. family: the model_type. stored: the weights' formats in memory. created: time of the last change of
-    `path`, in seconds since 1970. sees: the model reads pictures. adapter: name of the adapter that requests with this model's name select, "" for none. digest: 64
-    hex digits, from path, size, created and adapter.
+    `path`, in seconds since 1970. sees: the model reads pictures. adapter: name of the adapter that requests for this
+    name select, "" for none. digest: 64 hex digits, from path, size, created and adapter.
 
     A server of one loaded model has no `needed` for it; `created` is the time of its load.
     """

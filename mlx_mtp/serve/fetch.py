@@ -22,8 +22,9 @@ def fetched(url: str, hosts: tuple[str, ...], most: int, until: float) -> bytes:
     """Return the body of the response to a GET of an http(s) URL.
 
     hosts: allowed "host", on the scheme's own port only, or "host:port". most: maximum bytes. until: time.monotonic()
-    at which the look-up of the host, or the connection, is given up. Raises ValueError for a URL that is invalid or not allowed, a host with an
-    address that is not public, a status other than 200, a larger body, and a look-up or connection that fails or is given up.
+    at which the look-up of the host, or the connection, is given up. Raises ValueError for a URL that is invalid or
+    not allowed, a host with an address that is not public, a status other than 200, a larger body, and a look-up or
+    connection that fails or is given up.
     """
     parts, port = _checked(url, hosts)
     host = parts.hostname or ""
