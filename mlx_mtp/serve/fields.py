@@ -183,6 +183,7 @@ def _are_stops(value: Any) -> bool:
 
 TEXTS = ("text", "input_text", "output_text", "refusal")
 PICTURES = ("image", "image_url", "input_image")
+ENCRYPTED = "only the server that wrote it can decrypt its reasoning"
 NO_PICTURES = "pictures are not read here"  # part of prompts, see `tool_content`
 Picture = Callable[[dict[str, Any], str], dict[str, Any]]  # reads a part of a request, see `RequestPictures.add`
 
