@@ -326,23 +326,13 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
     with loading(shown=shown):
         logging.getLogger("transformers").setLevel(logging.ERROR)  # its warnings about long prompts are false
         extra = ("trust_remote_code", "eos_token", "use_default_chat_template")
-        given = (
-            "vision",
-            "vision_path",
-            "mtp",
-            "mtp_path",
-            "draft_model",
-            "draft_vocab",
-            "adapter_path",
-            "kernels",
-            "wired_limit",
-        )
+        given = ("vision", "vision_path", "mtp", "mtp_path", "draft_model", "draft_vocab", "adapter_path", "kernels")
         model, tokenizer = load(
             path,
             tensor_group=group(),
             tokenizer_config={name: flags[name] for name in extra if flags.get(name)},
             budget=budget,
-            **{name: flags[name] for name in given},
+            **{name: flags[name] for name in (*given, "wired_limit")},
         )
     for token in flags.get("extra_eos_token", ()):
         try:
