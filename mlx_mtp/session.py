@@ -23,7 +23,7 @@ from .decoding.options import cache_options, default_chunk, default_draft_tokens
 from .decoding.stats import Stats
 from .generate import GenerationResponse, generate_step, stream_generate
 from .grammar import compiled
-from .layers.target import Target
+from .layers.target import Target, stated_positions
 from .machine.stream import in_turns
 from .pictures.prompt import opened
 from .pictures.rows import Picture
@@ -170,7 +170,7 @@ class ChatSession:
     @property
     def positions(self) -> int | None:
         """The maximum tokens of a conversation: the model's, or `max_context` if it is less; None without either."""
-        limits = (getattr(self.model.args, "max_position_embeddings", None), self.options.get("max_context"))
+        limits = (stated_positions(self.model), self.options.get("max_context"))
         return min((limit for limit in limits if limit), default=None)
 
     def change(self, **options: Any) -> None:

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from .._version import __version__
 from ..cache.prompt_cache import PromptCache, make_prompt_cache
-from ..layers.target import Target
+from ..layers.target import Target, stated_positions
 from ..machine.memory import working_set
 from ..machine.remembered import RememberedFile, machine
 from ..tuning.cost_file import MLX_VERSION
@@ -126,7 +126,7 @@ def longest_context(model: Target, blank: PromptCache) -> int:
     Memory limits it to no fewer than UNCHECKED, and not at all if its size is unknown. LONGEST stands for a maximum
     that the model does not state.
     """
-    supported, memory = getattr(model.args, "max_position_embeddings", None) or LONGEST, working_set()
+    supported, memory = stated_positions(model) or LONGEST, working_set()
     if memory is None:
         return supported
     short, long = (sum(kv_bytes(model, blank, positions)) for positions in (SPAN, 2 * SPAN))

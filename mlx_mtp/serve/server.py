@@ -19,8 +19,10 @@ import uvicorn
 
 from ..cache.prompt_cache import make_prompt_cache
 from ..decoding.buffer_count import LEAST_CHUNK, count_buffers
+from ..decoding.memory_needs import LONGEST
 from ..decoding.options import default_chunk, default_draft_tokens
 from ..grammar import vocabulary_of
+from ..layers.target import stated_positions
 from .app import Service, application
 from .batch_decoder import BatchDecoder
 from .catalog import Offer
@@ -254,7 +256,7 @@ def described(loaded: Loaded, served: Served, settings: Settings) -> ModelInfo:
     vision = model.vision
     if vision and settings.features is not None:
         vision.keep_at_most(settings.features)
-    limit = getattr(model.args, "max_position_embeddings", None) or tokenizer.model_max_length
+    limit = stated_positions(model) or min(tokenizer.model_max_length, LONGEST)
     report = getattr(model, "report", None)
     return ModelInfo(
         names=settings.names,

@@ -20,8 +20,8 @@ def test_a_ratio_has_the_interval_of_its_median():
 
 def test_the_interval_covers_the_true_median_in_most_samples():
     rng = random.Random(2)
-    intervals = [plain.ratio_of([rng.gauss(1, 0.1) for _ in range(12)]).interval for _ in range(40)]
-    assert 34 <= sum(low <= 1 <= high for low, high in intervals) <= 40
+    intervals = [plain.ratio_of([rng.gauss(1, 0.1) for _ in range(12)]).interval for _ in range(16)]
+    assert sum(low <= 1 <= high for low, high in intervals) >= 13
 
 
 def test_ratios_compare_turns_of_one_round_with_the_first_loop():

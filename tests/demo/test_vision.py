@@ -1,10 +1,13 @@
 """Check that the demo that reads pictures sees: opposite pictures, each with its own answer, drafted or not."""
 
 import random
+import re
 
 import mlx.core as mx
 import pytest
-from train_seeing import scenes
+from sweep import SWEEP
+from train_seeing import card, scenes
+from train_seeing.answers import right_answers
 
 import mlx_mtp
 from bench.picture_drafts import accepted
@@ -73,6 +76,18 @@ def test_the_example_is_described_as_the_card_states(demo):
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": parts}], add_generation_prompt=True)
     image = open_image(demo_vision_path() / "example.png")
     assert mlx_mtp.generate(model, tokenizer, prompt, images=[image], max_tokens=60).strip() in card
+
+
+def test_the_card_is_written_by_the_training(tmp_path):
+    """It has all figures of the shipped one, the number of right answers included."""
+    shipped = (demo_vision_path() / "README.md").read_text()
+    answers = int(re.search(r"100 other drawn pictures (\d+) were right", shipped)[1])
+    card.write(tmp_path, parameters=831_472, steps=2750, minutes=103.2, right=[0.99] * 3, answers=answers)
+    assert (tmp_path / "README.md").read_text() == shipped
+    if SWEEP:
+        assert right_answers("demo-vision") == answers
+    else:
+        assert right_answers("demo-vision", count=4) >= 2
 
 
 def test_features_make_better_drafts_than_marks_or_equal_ones(demo):
