@@ -18,12 +18,12 @@ from .cache.prompt_cache import PromptCache, make_prompt_cache
 from .cache.prompt_prefix import shared
 from .checkpoint.chat_template import encode_messages, pictures_of
 from .decoding.buffer_count import KEPT_SNAPSHOTS
-from .decoding.memory_needs import check_prompt, within
+from .decoding.memory_needs import check_prompt, stated_positions, within
 from .decoding.options import cache_options, default_chunk, default_draft_tokens
 from .decoding.stats import Stats
 from .generate import GenerationResponse, generate_step, stream_generate
 from .grammar import compiled
-from .layers.target import Target, stated_positions
+from .layers.target import Target
 from .machine.stream import in_turns
 from .pictures.prompt import opened
 from .pictures.rows import Picture

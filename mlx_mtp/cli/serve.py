@@ -250,10 +250,12 @@ def _banner(service: Any, flags: dict[str, Any]) -> None:
     key = " -H 'Authorization: Bearer KEY'" if flags["api_key"] else ""
     question: Any = {"messages": [{"role": "user", "content": "What does len do?"}], "max_tokens": 60}
     if service.models:
+        from ..decoding.memory_needs import UNCHECKED
+
         offers = service.offers()
         click.echo(f"{len(offers)} models at {address} · a chat at {address}/", err=True)
         for offer in offers:
-            need = f"{offer.needed / 1e9:.2f} GB with 4,096 tokens"
+            need = f"{offer.needed / 1e9:.2f} GB with {min(offer.context, UNCHECKED):,} tokens"
             click.echo(f"  {offer.name} · {offer.context:,} positions · {need}", err=True)
         question["model"] = offers[0].name
     else:

@@ -14,12 +14,12 @@ import mlx.core as mx
 
 from .._version import __version__
 from ..cache.prompt_cache import PromptCache, make_prompt_cache
-from ..layers.target import Target, stated_positions
+from ..layers.target import Target
 from ..machine.memory import working_set
 from ..machine.remembered import RememberedFile, machine
 from ..tuning.cost_file import MLX_VERSION
 from .graph_memory import fill, graph_of, nbytes
-from .memory_needs import UNCHECKED, kv_bytes
+from .memory_needs import UNCHECKED, kv_bytes, stated_positions
 from .policy import shapes_of
 from .prefill import read_chunk
 

@@ -11,8 +11,6 @@ from .lm_head import Rows
 from .prompt_rows import NO_ROWS, PromptRows
 from .runtime import Runtime
 
-POSITIONS = "max_position_embeddings"  # in config.json
-
 
 class Target(CachedModel, Protocol):
     """The model that verifies, with MTP heads in `mtp` that draft for it; usually a `layers.port.Port`.
@@ -87,11 +85,3 @@ class Target(CachedModel, Protocol):
     def draft_rows(self, depth: int, output: mx.array) -> Rows | None:
         """Return `Rows`, which choose drafts for output rows [n, 1, H]; None: choose from `draft_logits`."""
         ...
-
-
-def stated_positions(model: Any) -> int | None:
-    """Return the maximum positions in a model's config.json, there or in its text_config; None if it states none."""
-    args = model.args
-    text = getattr(args, "text_config", None)
-    found = getattr(args, POSITIONS, None) or (text.get(POSITIONS) if isinstance(text, dict) else None)
-    return found or None

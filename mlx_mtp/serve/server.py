@@ -19,10 +19,9 @@ import uvicorn
 
 from ..cache.prompt_cache import make_prompt_cache
 from ..decoding.buffer_count import LEAST_CHUNK, count_buffers
-from ..decoding.memory_needs import LONGEST
+from ..decoding.memory_needs import LONGEST, stated_positions
 from ..decoding.options import default_chunk, default_draft_tokens
 from ..grammar import vocabulary_of
-from ..layers.target import stated_positions
 from .app import Service, application
 from .batch_decoder import BatchDecoder
 from .catalog import Offer

@@ -5,14 +5,18 @@ import re
 
 import mlx.core as mx
 import pytest
+from served import settings
 from sweep import SWEEP
 from train_seeing import card, scenes
 from train_seeing.answers import right_answers
 
 import mlx_mtp
 from bench.picture_drafts import accepted
+from mlx_mtp.decoding.memory_needs import stated_positions
 from mlx_mtp.demo import demo_vision_path
 from mlx_mtp.pictures.image import open_image
+from mlx_mtp.serve.server import Loaded, described, shared
+from mlx_mtp.session import ChatSession
 
 PLAIN = {"num_draft_tokens": 0}
 BYTES = 2_000_000  # of the checkpoint's weights, at most
@@ -96,6 +100,15 @@ def test_features_make_better_drafts_than_marks_or_equal_ones(demo):
     assert features.texts == marks.texts
     assert features.drafted > 0
     assert marks.drafted > 0
+
+
+def test_its_context_is_that_of_the_text_config(demo):
+    """config.json of a model that sees has the sizes of its language model in text_config."""
+    model, tokenizer = demo
+    assert ChatSession(model, tokenizer).positions == stated_positions(model) == 2048
+    loaded = Loaded(model, tokenizer, {}, {})
+    info = described(loaded, shared(loaded, settings()), settings())
+    assert info.positions == 2048
 
 
 def test_it_is_small():
