@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def expanded(path: str | Path) -> Path:
-    """Return a path with the home directory in place of a leading "~" or "~user".
+    """Return a path whose leading "~" or "~user" is replaced by the home directory.
 
     Raises ValueError if that directory is unknown, as for a user that does not exist.
     """
