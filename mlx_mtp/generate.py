@@ -18,7 +18,8 @@ from mlx_lm.generate import BatchResponse
 from mlx_lm.generate import GenerationResponse as MLXResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .batch.generator import BatchGenerator, for_each
+from .batch.arguments import for_each
+from .batch.generator import BatchGenerator
 from .batch.sequence import Response
 from .cache.prompt_cache import PromptCache, make_prompt_cache
 from .decoding import options as checked

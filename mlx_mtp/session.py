@@ -18,7 +18,7 @@ from .cache.prompt_cache import PromptCache, make_prompt_cache
 from .cache.prompt_prefix import shared
 from .checkpoint.chat_template import encode_messages, pictures_of
 from .decoding.buffer_count import KEPT_SNAPSHOTS
-from .decoding.memory_needs import check_prompt, within
+from .decoding.memory_needs import check_prompt, stated_positions, within
 from .decoding.options import cache_options, default_chunk, default_draft_tokens
 from .decoding.stats import Stats
 from .generate import GenerationResponse, generate_step, stream_generate
@@ -170,7 +170,7 @@ class ChatSession:
     @property
     def positions(self) -> int | None:
         """The maximum tokens of a conversation: the model's, or `max_context` if it is less; None without either."""
-        limits = (getattr(self.model.args, "max_position_embeddings", None), self.options.get("max_context"))
+        limits = (stated_positions(self.model), self.options.get("max_context"))
         return min((limit for limit in limits if limit), default=None)
 
     def change(self, **options: Any) -> None:

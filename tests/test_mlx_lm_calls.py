@@ -102,6 +102,10 @@ def test_caches_of_mlx_lms_making(demo):
     mlx_mtp.generate(model, tokenizer, PROMPT, max_tokens=12, prompt_cache=caches)
     (cache,) = caches
     held = list(cache.tokens)
+    for each in (cache, mlx_mtp.make_prompt_cache(model)):
+        with pytest.raises(ValueError, match=r"^n=-1: allowed is 0 or more"):
+            each.trim(-1)
+        assert each.trim(0) == 0
     for n in (2, 9):
         assert mlx_lm_caches.can_trim_prompt_cache(caches)
         assert mlx_lm_caches.trim_prompt_cache(caches, n) == n

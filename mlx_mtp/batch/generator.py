@@ -23,6 +23,7 @@ from ..layers.target import Target
 from ..machine.stream import in_turn
 from ..tuning.kernel_switch import switch_on_for_batches
 from .admission import Admission
+from .arguments import columns_of
 from .control import Controls
 from .places import Places
 from .sequence import PromptResponse, Response, Sequence, first_tokens
@@ -141,7 +142,7 @@ class BatchGenerator:
         generator's value. logprobs: whether responses contain them. stats: a `Stats` to fill, one per prompt.
         grammars: of `mlx_mtp.grammar`, made with `tokenizer=`. pictures: lists of the `Picture`s whose `tokens` are
         in the prompt; those that its cache has read may be left out. A None in a list means no processors, stop
-        sequences, grammar or pictures, this generator's sampler, seed or num_draft_tokens, a new cache or `Stats`.
+        sequences, grammar or pictures, a new cache or `Stats`, and of the other arguments this generator's value.
         Raises ValueError for an invalid argument of any prompt; none of the prompts is then queued.
         """
         given = {
@@ -160,7 +161,7 @@ class BatchGenerator:
         }
         _check_prompts(segments)
         n = len(segments)
-        columns = {name: for_each(name, values, own, n) for name, (values, own) in given.items()}
+        columns = columns_of(given, n)
         columns.pop("all_tokens")
         columns["samplers"] = [sampler or self.sampler for sampler in columns["samplers"]]
         _check_stats(self.settings.stats, columns["stats"])
@@ -320,20 +321,6 @@ class BatchGenerator:
         if not sequence.finished:
             self._places.activate(sequence, run)
         return sequence.attach_cache(responses)
-
-
-def for_each(name: str, values: Any, own: Any, n: int) -> list[Any]:
-    """Return an argument's values for n prompts: `values`, or n times `own` if it is None or empty.
-
-    Raises ValueError for a string, a value without a length, or another length than n and 0.
-    """
-    if values is None:
-        return [own] * n
-    if not hasattr(values, "__len__") or isinstance(values, str):
-        raise ValueError(f"{name}={values!r}: expected a list, with one entry for each of {n} prompts")
-    if len(values) not in (0, n):
-        raise ValueError(f"{name}: {len(values)} values; expected one for each of {n} prompts")
-    return list(values) or [own] * n
 
 
 def _check_stats(whole: Stats, each: list[Stats | None]) -> None:

@@ -86,27 +86,31 @@ def open_subject(
     model: str | Path | None = None,
     config: Path | None = None,
     *,
+    path: Path | None = None,
     layers: int | None = None,
     bits: int | None = None,
     group_size: int | None = None,
     mtp: bool = True,
-    draft_model: str | None = None,
     kernels: str | None = None,
     synth_rates: Sequence[float] = (),
     tensor_group: Any = None,
+    **more: Any,
 ) -> Subject:
     """Load a checkpoint (a directory, a hub name, "demo", or None for the demo), or create a model of a config.json.
 
-    A GGUF file is transcoded. layers, bits, group_size: of the random model, see `random_model`; with a checkpoint
-    `layers` is an error, and the other two are ignored. kernels: as in `load`. draft_model, tensor_group: as in
-    `load`; with config they are errors. mtp: with the MTP heads.
+    A GGUF file is transcoded. path: the checkpoint's directory, if the caller has found or transcoded it; None: it is
+    found by `model`. layers, bits, group_size: of the random model, see `random_model`; with a checkpoint
+    `layers` is an error, and the other two are ignored. kernels: as in `load`. tensor_group, more: arguments of
+    `load`; with config they are errors, except a False, (), None, and `vision`. mtp: with the MTP heads.
     synth_rates: shares of drafts to accept per depth; see `drawn_acceptance`.
     Raises a one-line ValueError for what cannot be loaded or combined.
     """
     rates = check_rates(synth_rates) if synth_rates else ()
     if config is not None:
-        if model is not None or draft_model is not None:
-            raise ValueError(f"config={config}: not together with a checkpoint or a drafter; leave one of them out")
+        if given := [name for name, value in {"model": model, **more}.items() if value and name != "vision"]:
+            raise ValueError(
+                f"config={config}: not together with a checkpoint or its parts ({given[0]}); leave one out"
+            )
         if tensor_group is not None:
             raise ValueError(f"config={config}: a drawn model is not split over ranks; allowed is a checkpoint")
         found = random_model(config, layers=layers, bits=bits, group_size=group_size, mtp=mtp)
@@ -117,11 +121,11 @@ def open_subject(
     else:
         if layers is not None:
             raise ValueError(f"layers={layers}: only for random weights; allowed with config")
-        path = demo_path() if model in (None, DEMO) else find_checkpoint(model)  # type: ignore[arg-type]
+        if path is None:
+            path = demo_path() if model in (None, DEMO) else find_checkpoint(model)  # type: ignore[arg-type]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            given: dict[str, Any] = {"mtp": mtp, "draft_model": draft_model, "kernels": kernels}
-            found, tokenizer = load(path, **given, tensor_group=tensor_group)
+            found, tokenizer = load(path, mtp=mtp, kernels=kernels, tensor_group=tensor_group, **more)
         name, label = DEMO if path == demo_path() else Path(model or DEMO).resolve().name, None
     if rates and not found.mtp:
         raise ValueError(f"synth_rates={rates}: the model has no heads that draft; allowed is none")

@@ -100,7 +100,10 @@ class TokenRows:
 
         If that would leave a part of a picture, the whole picture is dropped, so more than n tokens. `prefix` becomes
         None. A head may keep one row that it computed with a dropped token; no later token depends on that row.
+        Raises ValueError for a negative n.
         """
+        if n < 0:
+            raise ValueError(f"n={n}: allowed is 0 or more")
         left = self.offset - min(n, self.offset)
         if left == self.offset or not self.is_trimmable():
             return 0

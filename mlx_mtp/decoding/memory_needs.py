@@ -25,6 +25,7 @@ LONGEST = 2**22  # positions; maximum of a search for a context
 GRAIN = 256  # positions by which buffers grow and contexts are searched
 FEWEST = 16  # minimum rows per chunk when a longer context is estimated
 NARROW = 256  # minimum width in `_upper_bound`: narrower models have more heads per column
+STATED = "max_position_embeddings"  # in config.json
 SMALLER = (8, 4)  # kv_bits that a refusal suggests
 
 
@@ -156,6 +157,12 @@ def _filled(model: Target, cache: PromptCache, context: int) -> tuple[PromptCach
 def _logits(model: Target) -> int:
     """Return the bytes of a cycle's logits, logprobs, masks and sorted orders."""
     return (1 + model.max_draft_tokens) * model.vocab_size * 4 * 4
+
+
+def stated_positions(model: Any) -> int | None:
+    """Return the maximum positions in a model's config.json, there or in its text_config; None if it states none."""
+    text = getattr(model.args, "text_config", None)
+    return getattr(model.args, STATED, None) or (text.get(STATED) if isinstance(text, dict) else None) or None
 
 
 def largest_context(model: Target, budget: int, *, chunk: int = CHUNK, longest: int = LONGEST, **layout: Any) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
 from inspect import cleandoc
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -91,14 +92,21 @@ def check_model(model: Any) -> None:
 
 
 def check_numbers(max_tokens: int, chunk: int, seed: int | None, draft_p_min: float) -> None:
-    """Raise ValueError for the first of these options that is out of range; `chunk` is prefill_step_size."""
+    """Raise ValueError for the first of these options that is out of range or no number.
+
+    All but draft_p_min must be integers. chunk: the option prefill_step_size.
+    """
     for name, value, least in (("max_tokens", max_tokens, -1), ("prefill_step_size", chunk, 1)):
-        if value < least:
-            raise ValueError(f"{name}={value}: allowed is {least} or more")
-    if seed is not None and not 0 <= seed < 2**63:
-        raise ValueError(f"seed={seed}: allowed is 0 to 2**63 - 1")
-    if not 0 <= draft_p_min <= 1:
-        raise ValueError(f"draft_p_min={draft_p_min}: allowed is between 0 and 1")
+        if not _is_integer(value) or value < least:
+            raise ValueError(f"{name}={value!r}: allowed is {least} or more, as an integer")
+    if seed is not None and not (_is_integer(seed) and 0 <= seed < 2**63):
+        raise ValueError(f"seed={seed!r}: allowed is 0 to 2**63 - 1, as an integer")
+    if not isinstance(draft_p_min, Real) or not 0 <= draft_p_min <= 1:
+        raise ValueError(f"draft_p_min={draft_p_min!r}: allowed is between 0 and 1")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_sampling(sampling: Sampling, sampler: Sampler | None, mode: str) -> None:

@@ -19,7 +19,7 @@ from ..machine.memory import working_set
 from ..machine.remembered import RememberedFile, machine
 from ..tuning.cost_file import MLX_VERSION
 from .graph_memory import fill, graph_of, nbytes
-from .memory_needs import UNCHECKED, kv_bytes
+from .memory_needs import UNCHECKED, kv_bytes, stated_positions
 from .policy import shapes_of
 from .prefill import read_chunk
 
@@ -129,7 +129,7 @@ def longest_context(model: Target, blank: PromptCache) -> int:
     Memory limits it to no fewer than UNCHECKED, and not at all if its size is unknown. LONGEST stands for a maximum
     that the model does not state. blank: an empty cache of the model, for its layout.
     """
-    supported, memory = getattr(model.args, "max_position_embeddings", None) or LONGEST, working_set()
+    supported, memory = stated_positions(model) or LONGEST, working_set()
     if memory is None:
         return supported
     short, long = (sum(kv_bytes(model, blank, positions)) for positions in (SPAN, 2 * SPAN))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .header import FORMATS, Head, read_head
+from .header import FORMATS, Head, check_parts, read_head
 from .library import is_pillow, pillow
 
 ORIENTATION = 0x0112  # EXIF's tag of the turn
@@ -91,6 +91,7 @@ def open_image(source: Any, limits: Limits = LIMITS, number: int = 1) -> Image:
         if head is None:
             raise ValueError(f"the data are of no supported format; supported are {FORMATS}")
         limits.check(head.height, head.width)
+        check_parts(data, head)
         return _finish(_opened(data, head), limits, head)
     except ValueError as e:
         raise ValueError(f"picture {number}: {e}") from None

@@ -91,7 +91,8 @@ class Vision:
     def grid(self, height: int, width: int, most: int | None = None) -> Grid:
         """Return (1, h, w), where h * w is the number of tokens of a picture with this size in pixels.
 
-        most: maximum number of pixels after resizing, if that is less than the processor's own.
+        most: maximum number of pixels after resizing, if that is less than the processor's own; a tower whose
+        smallest size has more pixels uses that size.
         """
         return self._pixels.grid(height, width, most)
 

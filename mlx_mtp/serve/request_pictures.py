@@ -22,7 +22,7 @@ class Source(NamedTuple):
     """A picture as a client sent it, and `part`, the part of a message that it becomes.
 
     number: of the picture in the request, from 1 on. data: base64, or a URL if `is_url`. field: of the request, for
-    errors. most: maximum pixels, to which a larger picture is shrunk; None: those of the vision tower.
+    errors. most: as in `Vision.grid`; None: the vision tower's own maximum.
     """
 
     number: int

@@ -14,6 +14,7 @@ import mlx.core as mx
 from ..checkpoint.draft_vocab import digest, most_frequent
 from ..checkpoint.tuned import fingerprint, write_heads
 from ..layers.port import Port
+from ..machine.paths import expanded
 from . import heads as making
 from .estimate import Estimate, estimate, fit
 from .measure import Acceptance, measure
@@ -86,7 +87,7 @@ def tune_heads(
     settings = settings or Settings(**options)
     settings.check()
     _check_model(model, new=settings.new)
-    file = Path(out).expanduser().resolve()
+    file = expanded(out).resolve()
     if file.suffix != ".safetensors":
         raise ValueError(f"out={out}: allowed are names *.safetensors")
     folder = file.with_name(file.name + WORK)

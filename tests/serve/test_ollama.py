@@ -1,6 +1,8 @@
 """Ollama's API: lines of JSON, options by their names there, tools, formats, and requests as clients send them."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from served import KEY
@@ -113,6 +115,7 @@ REFUSED = {
     "a schema": ({"format": {"type": "object", "properties": {"a": {"not": {}}}}}, "format.properties.a", None),
     "a duration": ({"keep_alive": "5 minutes"}, "keep_alive='5 minutes'", None),
     "a picture": ({"images": ["iVBORw0KGgo="]}, "pictures are not read", None),
+    "a picture of a raw prompt": ({"images": ["iVBORw0KGgo="], "raw": True}, "leave out raw", None),
     "no message": ({"messages": "hi"}, "messages='hi'", None),
     "a role": ({"messages": [{"role": "robot", "content": ""}]}, "role 'robot'", None),
 }
@@ -122,7 +125,7 @@ REFUSED = {
 def test_fields_that_are_refused_or_have_no_effect(served, case):
     """An error is one line in Ollama's form; a warning is a header."""
     change, error, warning = REFUSED[case]
-    post = generate if case == "a picture" else chat
+    post = generate if "picture" in case else chat
     found = post(served, stream=False, **{"options": {"num_predict": 1}, **change})
     if warning:
         assert warning in found.headers["X-MLX-MTP-Warning"]
@@ -188,10 +191,6 @@ def test_messages_become_those_of_chat_completions():
         ["own", "call_3"],
     ]
     assert [message.get("tool_call_id") for message in found] == [None, "call_1", "call_0", None, None, "own"]
-    picture = {"role": "user", "content": "see", "images": ["/9j/4AAQ", "iVBORw0"]}
-    parts = chat_messages({"messages": [picture]})[0]["content"]
-    assert [part["type"] for part in parts] == ["text", "image_url", "image_url"]
-    assert parts[1]["image_url"]["url"] == "data:image/jpeg;base64,/9j/4AAQ"
 
 
 @pytest.mark.parametrize(
@@ -210,6 +209,18 @@ def test_numbers_of_tokens_and_defaults():
     for value in (True, "x", [1]):
         with pytest.raises(Refused, match="keep_alive"):
             idle_seconds({"keep_alive": value})
+
+
+def test_a_tag_has_the_format_of_the_models_file_and_each_adapter_a_digest_of_its_own(served, monkeypatch):
+    own = replace(served.service.info, names=("demo", "alias"), adapters=("a", "b"), path=Path("x.gguf"))
+    monkeypatch.setattr(served.service, "info", own)
+    tags = {tag["name"]: tag for tag in served.get("/api/tags").json()["models"]}
+    assert {tag["details"]["format"] for tag in tags.values()} == {"gguf"}
+    digests = [tags[name]["digest"] for name in ("demo", "demo:a", "demo:b")]
+    assert len(set(digests)) == 3
+    assert [tags[f"alias{end}"]["digest"] for end in ("", ":a", ":b")] == digests
+    monkeypatch.setattr(served.service, "info", replace(own, path=Path("x")))
+    assert served.get("/api/tags").json()["models"][0]["details"]["format"] == "safetensors"
 
 
 # Requests as clients send them

@@ -5,7 +5,7 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from picture_requests import PATHS, body_of, noise
+from picture_requests import PATHS, base64_of, body_of, noise
 from PIL import Image
 
 import mlx_mtp
@@ -50,6 +50,18 @@ def test_all_apis_answer_with_the_text_that_python_generates(eyes, model, name):
     images = [part for part in parts if isinstance(part, bytes)]
     expected = mlx_mtp.generate(*model, rendered(parts), max_tokens=8, images=images, num_draft_tokens=0)
     assert [ask(eyes, api, *parts) for api in PATHS] == [expected] * len(PATHS)
+
+
+def test_ollamas_api_answers_with_the_text_of_chat_completions(eyes):
+    expected = ask(eyes, "chat", noise(1), noise(2), "What?")
+    images, more = [base64_of(noise(1)), base64_of(noise(2))], {"stream": False, "options": {"num_predict": 8}}
+    more["options"]["temperature"] = 0
+    asked = {"role": "user", "content": "What?", "images": images}
+    found = eyes.post("/api/chat", json={"messages": [asked], **more}).json()
+    assert found["message"]["content"] == expected
+    found = eyes.post("/api/generate", json={"prompt": "What?", "images": images, **more}).json()
+    assert found["response"] == expected
+    assert "vision" in eyes.post("/api/show", json={"model": "eyes"}).json()["capabilities"]
 
 
 def test_another_picture_is_another_answer(eyes):

@@ -208,6 +208,20 @@ def test_names_of_models_in_a_folder(tmp_path):
     assert [offer.name for offer in offers([], tmp_path / "b")] == ["x", "y"]
 
 
+def test_a_model_with_several_paths_is_listed_once(tmp_path):
+    """Of given models the first; in the folder the directory itself rather than links, which may form a cycle."""
+    for path in ("folder/x", "folder/z", "elsewhere"):
+        (tmp_path / path).mkdir(parents=True)
+        (tmp_path / path / "config.json").write_text("{}")
+    folder = tmp_path / "folder"
+    links = {"a": "z", "b": "../elsewhere", "c": "../elsewhere", "cycle": ".", "given": "x"}
+    for name, target in links.items():
+        (folder / name).symlink_to(target)
+    assert [offer.name for offer in offers([], folder)] == ["b", "x", "z"]
+    named = [("one", folder / "given"), ("three", tmp_path / "elsewhere"), ("two", folder / "x")]
+    assert [offer.name for offer in offers(named, folder)] == ["one", "three", "z"]
+
+
 @pytest.mark.parametrize("limit", sampled([None, 100], [None, 100, 5000]))
 def test_an_offer_has_the_facts_of_a_load(limit):
     (found,) = offers([("demo", Path(demo_path()))], None, limit)

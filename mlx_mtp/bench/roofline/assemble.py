@@ -9,6 +9,7 @@ from typing import Any
 from ...checkpoint.load import load_model
 from ...demo import demo_path
 from ...layers.port import Port
+from ...machine.paths import expanded
 from ..decode_tables import rows as loop_rows
 from ..decode_tables import settings
 from ..documents import MODEL, documents
@@ -55,7 +56,7 @@ def find_model(name: str | None = None, config: Path | None = None, *, on_chip: 
     name = MODEL if name is None else name
     if known := _known(name, MODELS):
         return FloorSubject(known, "released, 4 bits", MODELS[known])
-    path = demo_path() if name == DEMO else Path(name).expanduser()
+    path = demo_path() if name == DEMO else expanded(name)
     if not path.is_dir():
         raise ValueError(
             f"model={name}: neither a directory nor a known model; allowed are {', '.join((*MODELS, DEMO))}"
