@@ -42,6 +42,7 @@ class ModelArgs(qwen3_5.ModelArgs):
         self.text = text = qwen3_5.TextModelArgs.from_dict(self.text_config)
         self.num_hidden_layers, self.vocab_size = text.num_hidden_layers, text.vocab_size
         self.tie_word_embeddings = text.tie_word_embeddings
+        self.max_position_embeddings = self.text_config.get("max_position_embeddings")  # `text` has a default
 
     @property
     def head_dim(self) -> int:

@@ -18,6 +18,7 @@ import uvicorn
 
 from ..cache.prompt_cache import make_prompt_cache
 from ..decoding.buffer_count import LEAST_CHUNK, count_buffers
+from ..decoding.memory_needs import LONGEST
 from ..decoding.options import default_chunk, default_draft_tokens
 from ..grammar import vocabulary_of
 from .app import Service, application
@@ -249,6 +250,7 @@ def described(loaded: Loaded, served: Served, settings: Settings) -> ModelInfo:
     if vision and settings.features is not None:
         vision.keep_at_most(settings.features)
     limit = getattr(model.args, "max_position_embeddings", None) or tokenizer.model_max_length
+    limit = min(limit, LONGEST)  # transformers' value for an unknown length is 10**30
     report = getattr(model, "report", None)
     return ModelInfo(
         names=settings.names,
