@@ -119,7 +119,7 @@ def test_a_picture_that_is_sent_again_is_not_decoded_again(eyes, monkeypatch):
 
 
 def test_a_context_that_nothing_states_is_limited(eyes, monkeypatch):
-    """Transformers' tokenizers then state 10**30 tokens, for which no request without max_tokens could be answered."""
+    """Transformers' tokenizers then state 10**30 tokens, which no request without max_tokens could have."""
     served = eyes.service.engine.served
     assert served.tokenizer.model_max_length > LONGEST
     monkeypatch.setattr(served.model.args, "max_position_embeddings", None)
