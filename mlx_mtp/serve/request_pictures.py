@@ -17,7 +17,7 @@ MOST_PICTURES = 20  # of a request
 LOW = 512 * 512  # maximum pixels of a picture of detail "low", which is shrunk to them
 DETAILS = ("auto", "high", "low", "original")
 FILES = DecodedFiles()  # a client sends the pictures of a conversation again with each request
-DECODING = threading.BoundedSemaphore(2)  # pictures decoded at once: one of 50 million pixels takes 150 MB
+DECODING = threading.BoundedSemaphore(2)  # pictures decoded at once: one of 50 million pixels needs 0.5 GB
 
 
 class Source(NamedTuple):
