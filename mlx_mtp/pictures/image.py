@@ -193,7 +193,8 @@ def _rgb(image: Any) -> np.ndarray:
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = pillow().alpha_composite(pillow().new("RGBA", image.size, WHITE), image)
-    return np.ascontiguousarray(np.asarray(image.convert("RGB")))
+    image = image if image.mode == "RGB" else image.convert("RGB")  # which copies an RGB image
+    return np.ascontiguousarray(np.asarray(image))
 
 
 def _grey(image: Any) -> np.ndarray:

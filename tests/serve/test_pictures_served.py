@@ -7,8 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from picture_requests import PATHS, base64_of, body_of, noise
 from PIL import Image
+from served import settings
 
 import mlx_mtp
+from mlx_mtp.decoding.memory_needs import LONGEST
+from mlx_mtp.pictures import decoded
+from mlx_mtp.serve.server import Loaded, described
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +121,21 @@ def test_a_lost_prefix_needs_no_tower_and_lost_features_no_prefix(eyes, encoded)
         assert len(encoded) == 3
     finally:
         served.model.vision.keep_at_most(1 << 28)
+
+
+def test_a_picture_that_is_sent_again_is_not_decoded_again(eyes, monkeypatch):
+    first = ask(eyes, "chat", noise(23), "What?")
+    monkeypatch.setattr(decoded, "open_image", lambda *_, **__: pytest.fail("decoded again"))
+    for api in PATHS:
+        assert ask(eyes, api, noise(23), "What?") == first
+
+
+def test_a_context_that_nothing_states_is_limited(eyes, monkeypatch):
+    """Transformers' tokenizers then state 10**30 tokens, which no request without max_tokens could have."""
+    served = eyes.service.engine.served
+    assert served.tokenizer.model_max_length > LONGEST
+    monkeypatch.delitem(served.model.args.text_config, "max_position_embeddings")
+    assert described(Loaded(*served[:2], {}, {}), served, settings()).positions == LONGEST
 
 
 def damaged(draw, kind):
