@@ -60,8 +60,8 @@ class Workshop:
         """Return a list of evaluated copies of the trained heads, quantized to `formats`; low-rank updates are added.
 
         A head of `tune-heads --new` with a draft vocabulary gets the target's LM-head rows of it as its LM head. A
-        floating-point parameter has the type of the parameter with the same path in the heads before the training,
-        else of the target's last norm.
+        floating-point parameter of the model's own heads has the type that it had before the training, and one of a
+        new head that of the target's last norm.
         """
         heads = Trained([copy.deepcopy(head) for head in self.trained.mtp])
         for head, shared in zip(heads.mtp, self.shared, strict=True):
@@ -73,7 +73,8 @@ class Workshop:
             elif isinstance(module, LOW_RANK):
                 heads.update_modules(tree_unflatten([(path, module.fuse(dequantize=True))]))
         nn.quantize(heads, class_predicate=lambda path, _: self.formats.get(path, False))
-        old: Any = dict(tree_flatten(Trained(self.before[0]).parameters()))
+        new = self.model.spec.prefix == TUNED.prefix  # a path of the heads before is then of another parameter
+        old: Any = {} if new else dict(tree_flatten(Trained(self.before[0]).parameters()))
         typed = partial(_as_before, old, self.model.model.norm.weight.dtype)
         heads.update(tree_map_with_path(typed, heads.parameters()))
         for head in heads.mtp if self.model.spec.prefix == TUNED.prefix else ():

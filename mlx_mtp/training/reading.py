@@ -8,10 +8,9 @@ import mlx.core as mx
 
 from ..cache.prompt_cache import make_prompt_cache
 from .recording import Recording
-from .texts import Text
+from .texts import LEAST, Text
 
 ROWS = 256  # rows of logits at a time
-LEAST = 16  # tokens of a document; shorter ones are skipped
 HELD_OUT = 16  # about one text in this number measures the heads
 
 Progress = Callable[[str, int, int], None]

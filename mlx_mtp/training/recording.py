@@ -93,9 +93,10 @@ class Recording:
                 f.write(json.dumps(asdict(document)) + "\n")
         self.documents.append(document)
 
-    def turn_last(self) -> None:
-        """Reverse `held` of the last document, also in the file."""
-        self.documents[-1] = replace(self.documents[-1], held=not self.documents[-1].held)
+    def hold_last(self, count: int) -> None:
+        """Hold out the last `count` documents and no others, also in the file."""
+        first = len(self.documents) - count
+        self.documents = [replace(document, held=i >= first) for i, document in enumerate(self.documents)]
         write_whole(self.path / DOCUMENTS, "".join(json.dumps(asdict(d)) + "\n" for d in self.documents))
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ from ..layers.port import Port
 from . import heads as making
 from .estimate import Estimate, estimate, fit
 from .measure import Acceptance, measure
-from .reading import pieces, record
+from .reading import HELD_OUT, pieces, record
 from .recording import Recording
 from .settings import DTYPES, FEWEST, Settings
 from .texts import Given, Text, answered, given_texts, own_texts
@@ -25,6 +25,7 @@ from .train import Plan, put, train
 
 LENGTH = 256  # positions of a training row
 DOCUMENT = 512  # maximum tokens of a document
+MORE = 4 * HELD_OUT  # documents recorded at most so that some are held out and some are not
 WORK = ".work"  # the suffix of the folder with the recording and the training's state, next to the sidecar
 Progress = Callable[[str, int, int], None]
 
@@ -151,7 +152,7 @@ def _check_model(model: Any, *, new: bool) -> None:
 def _texts(
     model: Any, tokenizer: Any, texts: Iterable[Given] | None, settings: Settings, recording: Recording
 ) -> Iterator[Text]:
-    """Yield the given texts from the first on, with answers, or if `texts` is None the model's own, without end.
+    """Yield the given texts from the first on, with answers, or if `texts` is None the model's own.
 
     Their seed is that of the settings plus the number of recorded documents.
     """
@@ -164,19 +165,22 @@ def _texts(
 def _record(work: _Work, documents: Iterator[tuple[Text, bool]], tokens: int) -> None:
     """Record documents until there are `tokens` tokens, and some documents are held out and some are not.
 
-    If the documents end before, `held` of the last one is reversed where all are alike. ValueError if there are then
-    fewer than FEWEST tokens, or only one document.
+    For the latter at most MORE further documents are recorded; if then, or where the documents end before, all are
+    held out or none is, the last of them are held out: one in HELD_OUT, at least one. ValueError if there are fewer
+    than FEWEST tokens, or only one document.
     """
-    recording, before = work.recording, -1
+    recording = work.recording
     record(work.model, documents, recording, tokens, work.progress)
-    while not _both(recording) and recording.size > before:
-        before = recording.size
-        record(work.model, documents, recording, before + 1, work.progress)
-    if recording.size < FEWEST or len(recording.documents) < 2:
-        found = f"{recording.size} tokens in {len(recording.documents)} documents"
+    for _ in range(MORE):
+        if _both(recording):
+            break
+        record(work.model, documents, recording, recording.size + 1, work.progress)
+    count = len(recording.documents)
+    if recording.size < FEWEST or count < 2:
+        found = f"{recording.size} tokens in {count} documents"
         raise ValueError(f"too little text: {found}; give at least {FEWEST} tokens in at least 2 documents")
     if not _both(recording):
-        recording.turn_last()
+        recording.hold_last(max(1, count // HELD_OUT))
 
 
 def _both(recording: Recording) -> bool:
