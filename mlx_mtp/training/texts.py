@@ -161,7 +161,7 @@ def own_prompts(model: Any, tokenizer: Any, length: int, seed: int) -> Iterator[
         if empty == EMPTY:
             break
     if not seen:
-        raise ValueError(f"the model writes only empty prompts, or of over {length - 2} tokens; give texts or prompts")
+        raise ValueError(f"the model writes only prompts of 0 or of over {length - 2} tokens; give texts or prompts")
 
 
 def _messages(model: Any, tokenizer: Any) -> Iterator[list[int]]:

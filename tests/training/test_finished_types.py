@@ -39,7 +39,7 @@ def test_new_heads_have_the_targets_types(before, bits, checkpoint, tmp_path):
     stored = mx.load(str(tmp_path / "mtp.safetensors"))
     loaded = mlx_mtp.load_model(checkpoint, kernels="off", mtp_path=tmp_path / "mtp.safetensors")
     assert loaded.spec.prefix == TUNED.prefix
-    for found in (dict(tree_flatten(model.mtp[0].parameters())), stored, dict(tree_flatten(loaded.mtp[0].parameters()))):
+    for found in (stored, *(dict(tree_flatten(made.mtp[0].parameters())) for made in (model, loaded))):
         quantized = {name.rpartition(".")[0] for name in found if name.endswith(".scales")}
         assert bool(quantized) == (bits is not None)
         for name, w in found.items():
