@@ -95,7 +95,7 @@ def existing(model: Any, dtype: mx.Dtype, rank: int | None = None) -> Workshop:
 
     rank: leave quantized matrices quantized, and train only low-rank updates of this rank; None dequantizes the
     matrices and trains all parameters, except embeddings and the target's LM head. ValueError for heads in a format
-    that MLX cannot quantize to, or with a rank for heads that are not quantized.
+    that MLX cannot quantize to, with a rank for heads that are not quantized, and with one above the hidden size.
     """
     before = model.mtp, model.spec
     heads = Trained([copy.deepcopy(head) for head in model.mtp])
@@ -103,6 +103,8 @@ def existing(model: Any, dtype: mx.Dtype, rank: int | None = None) -> Workshop:
     if rank is not None:
         if not formats:
             raise ValueError(f"rank={rank}: the heads are not quantized; allowed is None")
+        if rank > (most := model.model.norm.weight.size):
+            raise ValueError(f"rank={rank}: allowed are 1 to {most}, the model's hidden size")
         _add_low_rank(heads, rank)
     # A recycled head is trained for a chain of two drafts.
     depths = 2 if model.spec.topology == "recycle" else len(heads.mtp)

@@ -5,7 +5,6 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,11 @@ import mlx.core as mx
 from ..checkpoint.draft_vocab import digest, most_frequent
 from ..checkpoint.tuned import fingerprint, write_heads
 from ..layers.port import Port
+from ..machine.errors import one_line
 from . import heads as making
 from .estimate import Estimate, estimate, fit
 from .measure import Acceptance, measure
-from .reading import HELD_OUT, pieces, record
+from .reading import HELD_OUT, pieces, record, skip_recorded
 from .recording import Recording
 from .settings import DTYPES, FEWEST, Settings
 from .texts import Given, Text, answered, given_texts, own_texts
@@ -75,7 +75,7 @@ def tune_heads(
     does not change: at the end it has the heads that it had before. Load it with `kernels="off"`. `out` is a
     *.safetensors file for `load(mtp_path=out)`. Ctrl-C during the training ends it with the best heads so far.
     The same call continues an interrupted run, whose recording and state are in a folder named like `out` with
-    ".work" appended; a complete run deletes it.
+    ".work" appended; a complete run deletes it, and so does an error before FEWEST tokens are recorded.
 
     texts: strings, lists of token ids, lists of messages, and `Path`s of files (see `read_file`). Prompts without an
     answer, as messages that end with the user's, are answered by the model first. None: the model writes prompts and
@@ -94,14 +94,15 @@ def tune_heads(
     mx.random.seed(settings.seed)
     about = {"model": fingerprint(model), "adapter": model.runtime.adapters.fingerprint or ""}
     about |= {"tokenizer": digest(tokenizer), "tokens": settings.tokens, "seed": settings.seed}
+    about["source of the texts"] = "the model" if texts is None else "the user"
     recording = Recording(folder / "recording", about, model.no_hidden().shape[-1])
-    recording.check_room(settings.tokens)
-    skipped = 0 if texts is None else len(recording.documents)
-    given = islice(
-        pieces(_texts(model, tokenizer, texts, settings, recording), DOCUMENT, model.vocab_size), skipped, None
-    )
+    given = pieces(_texts(model, tokenizer, texts, settings, recording), DOCUMENT, model.vocab_size)
     work, before = _Work(model, tokenizer, settings, recording, file, folder, progress), (model.mtp, model.spec)
+    if texts is not None:
+        skip_recorded(given, recording)
     try:
+        recording.check_room(settings.tokens)
+        _workshop(work).restore()  # refuses a model or settings before anything is recorded
         _record(work, given, FEWEST)
         workshop = _workshop(work)
         rows, checkpoint = fit(workshop, settings.rows, LENGTH)
@@ -113,6 +114,10 @@ def tune_heads(
         _record(work, given, settings.tokens)
         workshop = _workshop(work)
         tuned, complete = _train(work, workshop, rows, checkpoint=checkpoint)
+    except (ValueError, OSError):
+        if recording.size < FEWEST:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
     finally:
         model.mtp, model.spec = before
     if complete:
@@ -191,18 +196,21 @@ def _workshop(work: _Work) -> making.Workshop:
     """Return a new `Workshop` for the settings, which puts the heads to train into the model.
 
     A new head drafts settings.draft_vocab tokens: those fixed by `most_frequent`, and those that the target chose
-    most often in the recording.
+    most often in the recording; all tokens if the tokenizer has no more. ValueError if `draft_vocab` is less than the
+    number of those fixed.
     """
     settings, model, dtype = work.settings, work.model, DTYPES[work.settings.dtype]
     if not settings.new:
         return making.existing(model, dtype, settings.rank)
-    hidden, pairs = work.recording.arrays()
+    recorded = work.recording.arrays() if work.recording.documents else None
     vocab, size = None, settings.draft_vocab
-    if size is not None and size < model.vocab_size:
-        counts = Counter(pairs[:, 1].tolist())
-        vocab = most_frequent(work.tokenizer, counts, size, model.vocab_size)
+    if size is not None and size < sum(token < model.vocab_size for token in {*work.tokenizer.get_vocab().values()}):
+        counts = Counter(recorded[1][:, 1].tolist() if recorded else ())
+        with one_line(f"draft_vocab={size}: too few", (ValueError,)):
+            vocab = most_frequent(work.tokenizer, counts, size, model.vocab_size)
     workshop = making.new(model, vocab, settings.depths, settings.bits, dtype)
-    making.set_scale(workshop, mx.array(hidden[:FEWEST]))
+    if recorded:
+        making.set_scale(workshop, mx.array(recorded[0][:FEWEST]))
     return workshop
 
 
