@@ -24,7 +24,7 @@ TUNED_ON = "os calendar pathlib collections functools itertools statistics textw
 TUNED_ON += " bisect argparse logging configparser csv gzip random decimal fractions datetime string difflib ast"
 TUNED_ON += " dis pickle pprint enum types socket ssl asyncio subprocess shutil tokenize pdb unittest typing operator"
 MEASURED_ON = "json shlex heapq html urllib.parse zipfile tarfile copy weakref selectors glob fnmatch cmd timeit abc"
-QUESTIONS = ["What does {} do?", "Explain {}.", "How do I use {}?", "Tell me about {}."]
+QUESTIONS = ["What does {} do?", "Explain {}.", "How do I use {}?", "What is {} for?"]
 DRAFTS = 3
 
 
@@ -62,7 +62,8 @@ def accepted(model: Any, tokenizer: Any, count: int) -> str:
 @click.option("--epochs", default=6.0, show_default=True, help="Passes over them.")
 def main(adapter_path: str | None, count: int, tokens: int, epochs: float) -> None:
     """Print the acceptance of the demo, of its conversions to 4 bits, and of these with tuned heads."""
-    click.echo(f"demo: {accepted(*mlx_mtp.load(demo_path()), count)}")
+    model, tokenizer = mlx_mtp.load(demo_path())
+    click.echo(f"demo: {accepted(model, tokenizer, count)}")
     rng = random.Random(0)
     texts: list[Any] = [
         [{"role": "user", "content": rng.choice(QUESTIONS).format(name)}, {"role": "assistant", "content": text}]

@@ -90,12 +90,9 @@ def tune_heads(
     file = Path(out).expanduser().resolve()
     if file.suffix != ".safetensors":
         raise ValueError(f"out={out}: allowed are names *.safetensors")
-    folder = file.with_name(file.name + WORK)
     mx.random.seed(settings.seed)
-    about = {"model": fingerprint(model), "adapter": model.runtime.adapters.fingerprint or ""}
-    about |= {"tokenizer": digest(tokenizer), "tokens": settings.tokens, "seed": settings.seed}
-    about["source of the texts"] = "the model" if texts is None else "the user"
-    recording = Recording(folder / "recording", about, model.no_hidden().shape[-1])
+    folder = file.with_name(file.name + WORK)
+    recording = _recording(model, tokenizer, settings, folder, own=texts is None)
     given = pieces(_texts(model, tokenizer, texts, settings, recording), DOCUMENT, model.vocab_size)
     work, before = _Work(model, tokenizer, settings, recording, file, folder, progress), (model.mtp, model.spec)
     if texts is not None:
@@ -107,9 +104,8 @@ def tune_heads(
         workshop = _workshop(work)
         rows, checkpoint = fit(workshop, settings.rows, LENGTH)
         if confirm:
-            seen = int(settings.epochs * settings.tokens)
-            costs = {"checkpoint": checkpoint, "write": texts is None}
-            confirm(estimate(workshop, max(0, settings.tokens - recording.size), seen, rows, LENGTH, **costs))
+            counts = max(0, settings.tokens - recording.size), int(settings.epochs * settings.tokens)
+            confirm(estimate(workshop, *counts, rows, LENGTH, checkpoint=checkpoint, write=texts is None))
         workshop.restore()
         _record(work, given, settings.tokens)
         workshop = _workshop(work)
@@ -123,6 +119,17 @@ def tune_heads(
     if complete:
         shutil.rmtree(folder, ignore_errors=True)
     return tuned
+
+
+def _recording(model: Any, tokenizer: Any, settings: Settings, folder: Path, *, own: bool) -> Recording:
+    """Return the recording in a work folder, created if it is missing. own: the model writes the texts.
+
+    ValueError for a recording of another model or tokenizer, of other settings, or with the other `own`.
+    """
+    about = {"model": fingerprint(model), "adapter": model.runtime.adapters.fingerprint or ""}
+    about |= {"tokenizer": digest(tokenizer), "tokens": settings.tokens, "seed": settings.seed}
+    about["source of the texts"] = "the model" if own else "the user"
+    return Recording(folder / "recording", about, model.no_hidden().shape[-1])
 
 
 @dataclass(frozen=True)
@@ -205,7 +212,7 @@ def _workshop(work: _Work) -> making.Workshop:
     recorded = work.recording.arrays() if work.recording.documents else None
     vocab, size = None, settings.draft_vocab
     if size is not None and size < sum(token < model.vocab_size for token in {*work.tokenizer.get_vocab().values()}):
-        counts = Counter(recorded[1][:, 1].tolist() if recorded else ())
+        counts = Counter[int](recorded[1][:, 1].tolist() if recorded else ())
         with one_line(f"draft_vocab={size}: too few", (ValueError,)):
             vocab = most_frequent(work.tokenizer, counts, size, model.vocab_size)
     workshop = making.new(model, vocab, settings.depths, settings.bits, dtype)
