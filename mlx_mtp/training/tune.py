@@ -87,9 +87,7 @@ def tune_heads(
     settings = settings or Settings(**options)
     settings.check()
     _check_model(model, new=settings.new)
-    file = Path(out).expanduser().resolve()
-    if file.suffix != ".safetensors":
-        raise ValueError(f"out={out}: allowed are names *.safetensors")
+    file = _file(out)
     mx.random.seed(settings.seed)
     folder = file.with_name(file.name + WORK)
     recording = _recording(model, tokenizer, settings, folder, own=texts is None)
@@ -119,6 +117,14 @@ def tune_heads(
     if complete:
         shutil.rmtree(folder, ignore_errors=True)
     return tuned
+
+
+def _file(out: str | Path) -> Path:
+    """Return the absolute path of `out`; ValueError if its name does not end with ".safetensors"."""
+    file = Path(out).expanduser().resolve()
+    if file.suffix != ".safetensors":
+        raise ValueError(f"out={out}: allowed are names *.safetensors")
+    return file
 
 
 def _recording(model: Any, tokenizer: Any, settings: Settings, folder: Path, *, own: bool) -> Recording:
