@@ -75,7 +75,7 @@ def tune_heads(
     does not change: at the end it has the heads that it had before. Load it with `kernels="off"`. `out` is a
     *.safetensors file for `load(mtp_path=out)`. Ctrl-C during the training ends it with the best heads so far.
     The same call continues an interrupted run, whose recording and state are in a folder named like `out` with
-    ".work" appended; a complete run deletes it, and so does an error before FEWEST tokens are recorded.
+    ".work" appended; a complete run deletes it, and so does an error before 2,000 tokens are recorded.
 
     texts: strings, lists of token ids, lists of messages, and `Path`s of files (see `read_file`). Prompts without an
     answer, as messages that end with the user's, are answered by the model first. None: the model writes prompts and
