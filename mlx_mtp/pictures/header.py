@@ -26,7 +26,7 @@ def read_head(data: bytes) -> Head | None:
     None also if the data end before the size.
     """
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
-        return _head("PNG", data[20:24], data[16:20], "big") if data[12:16] == b"IHDR" else None
+        return _head("PNG", data[20:24], data[16:20], 4, "big") if data[12:16] == b"IHDR" else None
     if data.startswith((b"GIF87a", b"GIF89a")):
         return _head("GIF", data[8:10], data[6:8])
     if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
@@ -42,9 +42,9 @@ def image_size(data: bytes) -> tuple[int, int]:
     return head.height, head.width
 
 
-def _head(name: str, height: bytes, width: bytes, order: str = "little") -> Head | None:
-    """Return the `Head` of these two numbers, None if there is no byte of the height. order: of their bytes."""
-    if not height:
+def _head(name: str, height: bytes, width: bytes, count: int = 2, order: str = "little") -> Head | None:
+    """Return the `Head` of these two numbers, None unless both have all `count` bytes. order: of the bytes."""
+    if not len(height) == len(width) == count:
         return None
     return Head(name, *(int.from_bytes(number, order) for number in (height, width)))  # type: ignore[arg-type]
 
@@ -67,7 +67,7 @@ def _jpeg(data: bytes) -> Head | None:
     for at in islice(_segments(data), MOST_PARTS):
         marker = data[at + 1]
         if 0xC0 <= marker <= 0xCF and marker not in NO_FRAME:
-            return _head("JPEG", data[at + 5 : at + 7], data[at + 7 : at + 9], "big")
+            return _head("JPEG", data[at + 5 : at + 7], data[at + 7 : at + 9], order="big")
     return None
 
 

@@ -8,7 +8,8 @@ import base64
 import hashlib
 import io
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,7 +83,7 @@ def open_image(source: Any, limits: Limits = LIMITS, number: int = 1) -> Image:
     1, for messages. Raises a one-line ValueError for a picture beyond the limits, which is not decoded, for any other
     unusable source, and without Pillow.
     """
-    try:
+    with numbered(number):
         if is_pillow(source):
             return _finish(source, limits)
         data = _bytes_of(source, limits)
@@ -93,6 +94,13 @@ def open_image(source: Any, limits: Limits = LIMITS, number: int = 1) -> Image:
         limits.check(head.height, head.width)
         check_parts(data, head)
         return _finish(_opened(data, head), limits, head)
+
+
+@contextmanager
+def numbered(number: int) -> Iterator[None]:
+    """Begin the message of a ValueError with the number of a picture, from 1."""
+    try:
+        yield
     except ValueError as e:
         raise ValueError(f"picture {number}: {e}") from None
 
