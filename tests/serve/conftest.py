@@ -5,13 +5,42 @@ from functools import partial
 
 import pytest
 import seeing
+import tiny
+from compile_mode import NO_FUSE, set_mode
+from dictated import ONE_LAYER
 from letters import Letters
+from mlx_lm.tokenizer_utils import load as load_tokenizer
 from served import checkpoint, serving
+
+import mlx_mtp
+from mlx_mtp.demo import demo_path
+from mlx_mtp.serve.server import Loaded
 
 
 @pytest.fixture(scope="session")
 def served():
     with serving(raises=False) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def load_one_layer(tmp_path_factory):
+    """Return a function that loads a random model of one layer, with the demo's tokenizer and longest context."""
+    config = {**tiny.CONFIG, **ONE_LAYER, "vocab_size": 2048, "max_position_embeddings": 2048}
+    path = tiny.save(tmp_path_factory.mktemp("one-layer"), config, tiny.random_weights(config))
+
+    def load():
+        set_mode(NO_FUSE)
+        return mlx_mtp.load_model(path), load_tokenizer(demo_path(), eos_token_ids=[0, 2])
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def one_layer(load_one_layer):
+    """A client of the model of `load_one_layer`, for requests whose answers need not be the demo's words."""
+    options = {"adaptive": False, "num_draft_tokens": 1}
+    with serving(lambda: Loaded(*load_one_layer(), {}, {}), raises=False, options=options) as client:
         yield client
 
 

@@ -28,6 +28,11 @@ BODIES = {
 }
 
 
+@pytest.fixture(scope="module")
+def served(one_layer):
+    return one_layer
+
+
 def post(served, api, **more):
     path, body = BODIES[api]
     return served.post(path, json={**body, **more})
@@ -278,7 +283,7 @@ def test_a_picture_of_a_tool_becomes_text_and_one_of_a_user_is_refused(served, a
     messages = [{"role": "user", "content": [PICTURES[api]]}]
     refused = post(served, api, **{"input" if api == "responses" else "messages": messages})
     assert refused.status_code == 400
-    assert "text only" in refused.json()["error"]["message"]
+    assert "pictures are not read here" in refused.json()["error"]["message"]
 
 
 def test_the_table_is_the_only_list():
