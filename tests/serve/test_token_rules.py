@@ -169,7 +169,7 @@ def test_fields_reach_the_rules(one_layer):
     word = text.split()[2]
     assert word not in chat(one_layer, bad_words=[word]).json()["choices"][0]["message"]["content"]
     same = {"seed": 4, "temperature": 1.0, "max_tokens": 12}
-    xtc = [chat(one_layer, **same, xtc_probability=1.0, xtc_threshold=t).json()["choices"] for t in (0.01, 0.6)]
+    xtc = [chat(one_layer, **same, xtc_probability=1.0, xtc_threshold=t).json()["choices"] for t in (0.001, 0.6)]
     assert xtc[0] != xtc[1] == chat(one_layer, **same).json()["choices"]
     messages = {"messages": [{"role": "user", "content": "Write a function that sorts."}], "max_tokens": 14}
     every = [
