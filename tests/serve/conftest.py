@@ -56,15 +56,22 @@ def eyes(seeing_checkpoint):
         yield client
 
 
+def ask(client, question="What does len do?", **body):
+    """Post a chat completion with a question or with messages."""
+    body = {"messages": [{"role": "user", "content": question}], "max_tokens": 30, **body}
+    return client.post("/v1/chat/completions", json=body)
+
+
 @pytest.fixture
 def chat(served):
-    """Return a function that posts a chat completion with a question or with messages."""
+    """Return `ask` for the demo."""
+    return partial(ask, served)
 
-    def post(question="What does len do?", **body):
-        body = {"messages": [{"role": "user", "content": question}], "max_tokens": 30, **body}
-        return served.post("/v1/chat/completions", json=body)
 
-    return post
+@pytest.fixture
+def random_chat(one_layer):
+    """Return `ask` for the model of `one_layer`."""
+    return partial(ask, one_layer)
 
 
 @pytest.fixture
