@@ -82,4 +82,4 @@ def letters_as_tokenizer(monkeypatch):
 
 @pytest.fixture(scope="module")
 def small(tiny_models):
-    return tiny_models(vocab_size=40)[0]
+    return tiny_models(vocab_size=40, **tiny.TWO_LAYERS)[0]

@@ -4,6 +4,7 @@ import threading
 from contextlib import closing
 
 import pytest
+import tiny
 from letters import Letters
 from mlx_lm.sample_utils import make_logits_processors
 
@@ -20,7 +21,7 @@ SAMPLINGS = ({}, {"temp": 0.9, "seed": 3}, {"temp": 1.0, "top_k": 4, "seed": 8})
 
 @pytest.fixture
 def engine(tiny_models):
-    model = tiny_models(vocab_size=40)[0]
+    model = tiny_models(vocab_size=40, **tiny.TWO_LAYERS)[0]
     tree = PrefixTree(mlx_mtp.make_prompt_cache(model, num_draft_tokens=2), Chunking(4), 1 << 30)
     batch = BatchDecoder(model, Letters(), OPTIONS, 4)
     engine = Engine(load=lambda: Served(model, Letters(), tree, OPTIONS, None, batch=batch))
@@ -76,7 +77,7 @@ def requests() -> list[DecodeRequest]:
 
 def test_eight_texts_equal_those_decoded_alone(engine, tiny_models):
     """All but the first start while it decodes, at different positions; the last one ends with a stop string."""
-    model, every = tiny_models(vocab_size=40)[0], requests()
+    model, every = tiny_models(vocab_size=40, **tiny.TWO_LAYERS)[0], requests()
     whole = alone(model, every[7])
     every[7] = DecodeRequest(**{**vars(every[7]), "stops": (whole[5:7],)})
     clients = [Client(request) for request in every]
@@ -102,7 +103,7 @@ def test_eight_texts_equal_those_decoded_alone(engine, tiny_models):
 
 
 def test_invalid_options_fail_one_job_and_a_broken_batch_is_replaced(engine, tiny_models, monkeypatch):
-    model = tiny_models(vocab_size=40)[0]
+    model = tiny_models(vocab_size=40, **tiny.TWO_LAYERS)[0]
     wrong, right = (
         Client(DecodeRequest([1, 2], sampling={"temp": -1})),
         Client(DecodeRequest([1, 2, 3], max_tokens=20)),
@@ -133,7 +134,7 @@ def test_invalid_options_fail_one_job_and_a_broken_batch_is_replaced(engine, tin
 
 def test_a_job_of_a_failed_batch_does_not_affect_the_next_batch(tiny_models, monkeypatch):
     """The uids of each batch start at 0."""
-    model, n = tiny_models(vocab_size=40)[0], 5
+    model, n = tiny_models(vocab_size=40, **tiny.TWO_LAYERS)[0], 5
     batch, prompts = BatchDecoder(model, Letters(), OPTIONS, 4), ([1, 2, 3], [4, 5, 6])
     steps, tokens = [], []
     for prompt in prompts:
@@ -168,12 +169,12 @@ def test_a_job_whose_logits_processor_raises_fails_alone(engine, tiny_models, mo
     assert [type(client.events[-1]) for client in clients] == [End, Failed, End]
     assert clients[1].events[-1].message == "ZeroDivisionError: of its own"
     for client in clients[::2]:
-        assert client.text == alone(tiny_models(vocab_size=40)[0], client.job.request)
+        assert client.text == alone(tiny_models(vocab_size=40, **tiny.TWO_LAYERS)[0], client.job.request)
 
 
 def test_a_stop_string_in_the_last_token_is_the_finish_reason(engine, tiny_models):
     request = DecodeRequest([1, 2, 3], max_tokens=6)
-    whole = alone(tiny_models(vocab_size=40)[0], request)
+    whole = alone(tiny_models(vocab_size=40, **tiny.TWO_LAYERS)[0], request)
     client = Client(DecodeRequest([1, 2, 3], max_tokens=whole.index(whole[5]) + 1, stops=(whole[5],)))
     engine.submit([client.job])
     assert client.finished.wait(20)
@@ -182,7 +183,7 @@ def test_a_stop_string_in_the_last_token_is_the_finish_reason(engine, tiny_model
 
 def test_the_cache_is_returned_wherever_a_job_ends(tiny_models):
     """It contains the decoded tokens and can be continued."""
-    model = tiny_models(vocab_size=40)[0]
+    model = tiny_models(vocab_size=40, **tiny.TWO_LAYERS)[0]
     batch, prompt = BatchDecoder(model, Letters(), {**OPTIONS, "prompt_lookup": True}, 4), [5, 6, 7, 8, 9]
     ahead, text = [], [token for token, *_ in mlx_mtp.generate_step(prompt, model, max_tokens=30)]
     for n, most in ((1, 9), (4, 9), (9, 9), (9, 10), (11, 12), (13, 14), (15, 16)):

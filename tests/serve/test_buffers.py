@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import published
 import pytest
+import tiny
 from letters import Letters
 from mlx.utils import tree_flatten
 from prefix_requests import generate, prompts, serve
@@ -61,7 +62,7 @@ def wrapped(monkeypatch):
 @pytest.fixture(params=KINDS)
 def model(request, tmp_path, tiny_models):
     if request.param == "step3p5":
-        return tiny_models(vocab_size=40)[0]
+        return tiny_models(vocab_size=40, **tiny.TWO_LAYERS)[0]
     return mlx_mtp.load_model(families.build(request.param, tmp_path)[0])
 
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+import tiny
 from letters import Letters
 from raising import Calls, RandomFailures
 from served import start
@@ -158,7 +159,7 @@ def test_every_callable_of_the_engine_raises(stand_ins):
 @pytest.fixture
 def real(tiny_models, monkeypatch):
     """Return a function that loads a model, requests, and the text of each decoded alone."""
-    model, requests, texts = tiny_models(vocab_size=40)[0], [], []
+    model, requests, texts = tiny_models(vocab_size=40, **tiny.TWO_LAYERS)[0], [], []
     for i, prompt in enumerate(PROMPTS):
         text = [token for token, *_ in mlx_mtp.generate_step(prompt, model, max_tokens=3)]
         follows = [*prompt, *text, 1, 2, 3]

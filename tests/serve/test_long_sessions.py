@@ -8,6 +8,7 @@ from functools import cache
 
 import families
 import pytest
+import tiny
 from letters import Letters
 from prefix_requests import rows_alike
 from sweep import sampled
@@ -40,7 +41,7 @@ def models(tmp_path_factory, tiny_models):
     @cache
     def load(kind):
         if kind == "step3p5":
-            return tiny_models(vocab_size=40)[0]
+            return tiny_models(vocab_size=40, **tiny.TWO_LAYERS)[0]
         return mlx_mtp.load_model(families.build(kind, tmp_path_factory.mktemp("family"))[0])
 
     return load
