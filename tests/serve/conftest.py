@@ -26,7 +26,9 @@ def served():
 @pytest.fixture(scope="session")
 def load_one_layer(tmp_path_factory):
     """Return a function that loads a random model of one layer, with the demo's tokenizer and longest context."""
-    config = {**tiny.CONFIG, **ONE_LAYER, "vocab_size": 2048, "max_position_embeddings": 2048}
+    other = {**tiny.CONFIG["attention_other_setting"], "head_dim": 32}  # which quantized caches support
+    config = {**tiny.CONFIG, **ONE_LAYER, "vocab_size": 2048, "max_position_embeddings": 2048, "head_dim": 32}
+    config |= {"attention_other_setting": other}
     path = tiny.save(tmp_path_factory.mktemp("one-layer"), config, tiny.random_weights(config))
 
     def load():

@@ -7,6 +7,7 @@ import pytest
 import tiny
 from letters import Letters
 from mlx_lm.sample_utils import make_logits_processors
+from sweep import sampled
 
 import mlx_mtp
 from mlx_mtp.batch.generator import BatchGenerator
@@ -58,8 +59,10 @@ class Client:
 def alone(model, request: DecodeRequest) -> str:
     """Return the text of a request from `generate_step`."""
     processors = make_logits_processors(**request.penalties) if request.penalties else None
-    how = {"max_tokens": request.max_tokens, "logits_processors": processors, **request.sampling}
-    text = Letters().decode([token for token, *_ in mlx_mtp.generate_step(request.prompt, model, **how)])
+    how = {"max_tokens": request.max_tokens, "num_draft_tokens": 0, **request.sampling}
+    text = Letters().decode(
+        [token for token, *_ in mlx_mtp.generate_step(request.prompt, model, logits_processors=processors, **how)]
+    )
     return min((text[: text.index(stop)] for stop in request.stops if stop in text), key=len, default=text)
 
 
@@ -70,7 +73,7 @@ def requests() -> list[DecodeRequest]:
         more |= {"logprobs": 2} if i == 5 else {}
         prompt = [(7 * i + 3 * j) % 40 for j in range(3 + 3 * i)]
         found.append(
-            DecodeRequest(prompt, max_tokens=40 if i == 0 else 6 + i, sampling=dict(SAMPLINGS[i % 3]), **more)
+            DecodeRequest(prompt, max_tokens=26 if i == 0 else 6 + i, sampling=dict(SAMPLINGS[i % 3]), **more)
         )
     return found
 
@@ -181,12 +184,15 @@ def test_a_stop_string_in_the_last_token_is_the_finish_reason(engine, tiny_model
     assert (client.events[-1].reason, client.events[-1].stop) == ("stop", whole[5])
 
 
+ENDS = ((1, 9), (4, 9), (9, 9), (9, 10), (11, 12), (13, 14), (15, 16))  # (tokens taken, at most)
+
+
 def test_the_cache_is_returned_wherever_a_job_ends(tiny_models):
     """It contains the decoded tokens and can be continued."""
     model = tiny_models(vocab_size=40, **tiny.TWO_LAYERS)[0]
     batch, prompt = BatchDecoder(model, Letters(), {**OPTIONS, "prompt_lookup": True}, 4), [5, 6, 7, 8, 9]
-    ahead, text = [], [token for token, *_ in mlx_mtp.generate_step(prompt, model, max_tokens=30)]
-    for n, most in ((1, 9), (4, 9), (9, 9), (9, 10), (11, 12), (13, 14), (15, 16)):
+    ahead, text = [], [token for token, *_ in mlx_mtp.generate_step(prompt, model, max_tokens=22, num_draft_tokens=0)]
+    for n, most in sampled([(1, 9), (9, 9), (9, 10), (15, 16)], ENDS):
         held, tokens = [mlx_mtp.make_prompt_cache(model, num_draft_tokens=2)], []
         options = {**OPTIONS, "max_tokens": most, "stats": mlx_mtp.Stats(), "logprobs": False}
         with closing(batch.decode(prompt, held, options)) as responses:

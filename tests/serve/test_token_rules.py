@@ -5,7 +5,6 @@ import threading
 
 import mlx.core as mx
 import pytest
-import tiny
 import transformers
 from letter_chats import make_tokenizer
 from sweep import sampled
@@ -34,7 +33,7 @@ RULES = {
 
 @pytest.fixture(scope="module")
 def model(tiny_models):
-    return tiny_models(vocab_size=16, **tiny.TWO_LAYERS)[0]
+    return tiny_models(vocab_size=16)[0]
 
 
 def answers(model, k, requests, *, batched=True):
