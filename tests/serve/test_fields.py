@@ -29,6 +29,11 @@ BODIES = {
 }
 
 
+@pytest.fixture(scope="module")
+def served(one_layer):
+    return one_layer
+
+
 def post(served, api, **more):
     path, body = BODIES[api]
     return served.post(path, json={**body, **more})
