@@ -14,7 +14,7 @@ from mlx_mtp.decoding import replay as replay_module
 
 PROMPTS = [[1, 2, 3, 0, 2], [2, 2, 1, 3, 0, 1, 2, 0], [3, 1], [0, 2, 1, 1]]
 PATTERNS = ["((a|b)abcabc){9}", None, "(a|b|c)+", "(c(a|b))*abca"]
-N = 18
+N = 14
 
 
 @pytest.fixture(autouse=True)
