@@ -53,7 +53,7 @@ def test_drafts_are_those_from_scratch(subject, monkeypatch, name):
     assert min(checked) >= 5
 
 
-@pytest.mark.parametrize("name", sampled(NAMES[:2], NAMES))
+@pytest.mark.parametrize("name", sampled(NAMES[:1], NAMES))
 def test_heads_draft_after_long_pauses_as_from_scratch(subject, monkeypatch, name):
     """Two of 30 cycles draft; in the others one sequence ends, two join, and kept rows are distributed repeatedly."""
     s, turn = subject(name), counted()

@@ -203,8 +203,9 @@ def test_other_files_are_refused(model, tmp_path):
 
 def test_another_finetune_is_another_model(tmp_path):
     """Change any trained tensor of the target, or a configuration that affects only positions."""
-    weights = tiny.random_weights(tiny.CONFIG)
-    model = mlx_mtp.load_model(tiny.save(tmp_path / "own", tiny.CONFIG, weights))
+    config = {**tiny.CONFIG, **tiny.SHORTER}
+    weights = tiny.random_weights(config)
+    model = mlx_mtp.load_model(tiny.save(tmp_path / "own", config, weights))
     own = {heads: fingerprint(model, heads=heads) for heads in (False, True)}
     before = parameters(model)
     for name, array in before.items():
@@ -213,7 +214,7 @@ def test_another_finetune_is_another_model(tmp_path):
         head = name.startswith("mtp.")
         assert changed == {False: not head, True: head and ".head." not in name}, name
         model.load_weights([(name, array)], strict=False)
-    longer = {**tiny.CONFIG, "rope_theta": [1e6, *tiny.CONFIG["rope_theta"][1:]]}
+    longer = {**config, "rope_theta": [1e6, *tiny.CONFIG["rope_theta"][1:]]}
     other = mlx_mtp.load_model(tiny.save(tmp_path / "longer", longer, weights))
     assert fingerprint(other, heads=False) != own[False]
     again = mlx_mtp.load_model(tmp_path / "own")
@@ -221,8 +222,8 @@ def test_another_finetune_is_another_model(tmp_path):
 
 
 def test_with_and_without_heads(tmp_path):
-    weights = tiny.random_weights(tiny.CONFIG)
-    path = tiny.save(tmp_path / "own", tiny.CONFIG, weights)
+    config = {**tiny.CONFIG, **tiny.SHORTER}
+    path = tiny.save(tmp_path / "own", config, tiny.random_weights(config))
     models = {mtp: mlx_mtp.load_model(path, mtp=mtp) for mtp in (True, False)}
     whole = tokens_of(models[False], PROMPT, TEXT, 0)
     for made, used in itertools.product((True, False), repeat=2):

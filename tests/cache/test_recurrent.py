@@ -85,12 +85,17 @@ def test_a_rolled_back_state_is_that_of_single_rows(mixer, rows, start):
         assert mx.array_equal(rolled.state(mixer._replay), single.state(mixer._replay))
 
 
-@pytest.mark.parametrize("cuts", [(), (300,), (1, 17, 40, 300)])
-def test_a_prompt_in_chunks_is_single_rows_up_to_rounding(mixer, cuts):
+@pytest.fixture(scope="module")
+def single_rows(mixer):
+    """Return 320 rows, the mixer's outputs for them read one by one, and its cache after them."""
     mixer, features = mixer
-    x = mx.random.normal((1, 320, features))
-    single, chunked = RecurrentCache(), RecurrentCache()
-    expected = mx.concatenate([mixer(x[:, t : t + 1], None, single) for t in range(320)], axis=1)
+    x, single = mx.random.normal((1, 320, features), key=mx.random.key(0)), RecurrentCache()
+    return x, mx.concatenate([mixer(x[:, t : t + 1], None, single) for t in range(320)], axis=1), single
+
+
+@pytest.mark.parametrize("cuts", [(), (300,), (1, 17, 40, 300)])
+def test_a_prompt_in_chunks_is_single_rows_up_to_rounding(mixer, single_rows, cuts):
+    (mixer, _), (x, expected, single), chunked = mixer, single_rows, RecurrentCache()
     y = mx.concatenate([mixer(part, None, chunked) for part in mx.split(x, cuts, axis=1)], axis=1)
     states = [c.state(mixer._replay) for c in (single, chunked)]
     assert mx.abs(states[0] - states[1]).max() < 1e-5 * mx.abs(states[0]).max()
