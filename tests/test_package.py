@@ -59,7 +59,7 @@ def test_readme_names_files_that_exist():
 
 
 def test_wheel_from_sdist(tmp_path, monkeypatch):
-    """With the build backend's own functions, in this process and without compression."""
+    """The build backend's functions build both in this process, without compression."""
     backend = pytest.importorskip("hatchling.build", reason="needs the package `hatchling` (the dev extra)")
     real = zlib.compressobj
     monkeypatch.setattr(zlib, "compressobj", lambda level=0, *options: real(0, *options))

@@ -69,7 +69,7 @@ def saved(model, tmp_path_factory):
 def check_resumed(model, tmp_path, before, after, lengths=(0, 5, 13), **layout):
     """Check that a run which was saved and loaded after n tokens gives the tokens of an uninterrupted run."""
     whole = tokens_of(model, PROMPT, TEXT, 0, **layout)
-    for n in lengths:  # the window of 8 is not full, wraps, has wrapped
+    for n in lengths:  # at 0, 5 and 13 the window of 8 is not full, wraps, has wrapped
         cache = mlx_mtp.make_prompt_cache(model, **layout)
         file = tmp_path / f"{n}.any-name"
         first = tokens_of(model, PROMPT[:-1] if n == 0 else PROMPT, n, before, prompt_cache=cache)

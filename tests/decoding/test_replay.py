@@ -377,7 +377,7 @@ def test_the_verdict_is_remembered(cheap, monkeypatch):
     """A generation on a GPU decides, and later ones, also in other processes, use the verdict."""
     model = cheap
     monkeypatch.setattr(policy, "mx", SimpleNamespace(cpu="cpu", default_device=lambda: "gpu"))
-    monkeypatch.setattr(replay_choice, "BLOCK", 4)  # half as many cycles of a trial
+    monkeypatch.setattr(replay_choice, "BLOCK", 4)  # a trial then takes half as many cycles
     observe = CompileChoice.observe
     times = {True: 1.0, False: 1.5}
     monkeypatch.setattr(CompileChoice, "observe", lambda self, like, on, s: observe(self, like, on, s and times[on]))

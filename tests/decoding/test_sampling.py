@@ -26,7 +26,7 @@ DEEP = {("top_k", "three")}  # 2^7 paths
 CASES = [(s, "none") for s in SAMPLERS] + [("temperature", p) for p in PROCESSORS if p != "none"] + [*DEEP]
 
 
-# Few paths, with all that draws: noise, filters, penalties, and the coin of XTC.
+# Cases with few paths: plain draws, a filter with penalties, and the coin of XTC.
 FEW = [("temperature", "none", 1), ("top_k", "three", 2), ("xtc_of_two", "none", 1)]
 
 
