@@ -44,7 +44,10 @@ def _own(monkeypatch, tmp_path):
 
 
 def run(model, n, k, *, replay=True, prompt=PROMPT, **options):
-    """Return the tokens, and stats with each cycle's drafts as `runs`, which show the rows that the heads read."""
+    """Return the tokens, and stats.
+
+    stats.text: the tokens. stats.runs: each cycle's drafts, which show the rows that the heads read.
+    """
     stats, real = mlx_mtp.Stats(), Run.read
     stats.runs = []
 
@@ -56,7 +59,8 @@ def run(model, n, k, *, replay=True, prompt=PROMPT, **options):
     options = {"adaptive": False, "compile_cycles": replay, **options}
     with mock.patch.object(Run, "read", read):
         steps = mlx_mtp.generate_step(prompt, model, max_tokens=n, num_draft_tokens=k, stats=stats, **options)
-        return [token for token, _, _ in steps], stats
+        stats.text = tuple(token for token, _, _ in steps)
+        return [*stats.text], stats
 
 
 def check(model, n, k, *, share=0.8, **options):
@@ -144,7 +148,7 @@ def test_quantized_caches(tiny_models):
     """Caches are quantized between replayed cycles; earlier records are of another kind."""
     model, _ = tiny_models(0, head_dim=32)
     options = {"kv_bits": 8, "mtp_kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 19}
-    for k in (0, 3):
+    for k in sampled((3,), (0, 3)):
         check(model, 20, k, **options)
 
 
@@ -161,8 +165,8 @@ def test_draws(cheap, options):
     """Draws depend on the seed and temperature of the generation, not on those that were recorded."""
     texts = set()
     for seed, temp in ((1, 1.5), (2, 1.5), (1, 4.0)):
-        check(cheap, 10, 2, share=0.5, temp=temp, seed=seed, **options)
-        texts.add(tuple(run(cheap, 10, 2, temp=temp, seed=seed, **options)[0]))
+        stats = check(cheap, 10, 2, share=0.5, temp=temp, seed=seed, **options)
+        texts.add(stats.text)
     assert len(texts) == 3
     assert len({tuple(run(cheap, 10, 2, temp=1.5, **options)[0]) for _ in range(2)}) == 2
 
@@ -190,7 +194,7 @@ def test_logprobs(cheap):
 def test_stop_anywhere_then_continue(tiny_models, tmp_path, name, k):
     model = tiny_models(2)[0] if name == "tiny" else of_family(name, tmp_path)
     truth, _ = run(model, 15, 0, replay=False)
-    for n in sampled((1, 7), (1, 4, 7)):
+    for n in sampled((7,) if name == "tiny" else (1,), (1, 4, 7)):
         cache, built = (mlx_mtp.make_prompt_cache(model) for _ in range(2))
         steps = mlx_mtp.generate_step(
             PROMPT, model, max_tokens=15, num_draft_tokens=k, prompt_cache=cache, adaptive=False, compile_cycles=True
