@@ -84,7 +84,7 @@ def test_a_seed_gives_a_samplers_text_for_every_k(tiny_models, options):
 
     def draw(k, before=7, **more):
         mx.random.seed(before)
-        steps = mlx_mtp.generate_step([1, 2, 3], model, max_tokens=16, num_draft_tokens=k, **{**options, **more})
+        steps = mlx_mtp.generate_step([1, 2, 3], model, max_tokens=10, num_draft_tokens=k, **{**options, **more})
         found = tuple(token for token, *_ in steps)
         return found, mx.random.uniform().item()
 
