@@ -48,7 +48,7 @@ def right_models(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", sampled(["dflash2"], trained_block.KINDS))
 def test_a_correct_drafter_passes(right_models, kind):
-    verdict = verdict_on(right_models[kind], 2)
+    verdict = verdict_on(right_models[kind], 2 if SWEEP else 1)
     assert verdict.agreement[0] > 0.4, verdict.agreement
     assert (verdict.broken, verdict.warnings) == ([], [])
 
@@ -107,7 +107,7 @@ NAMED = {
     "hidden norm": "with hidden_norm +1",
     "norms of the layers": "with the norms of the layers +1",
 }
-FEW = ["layers one too high", "another mask token", "norms of the layers"]
+FEW = ["layers one too high"]  # the only one that needs another pass of the target
 
 
 @pytest.mark.parametrize("fault", sampled(FEW, FAULTS))
