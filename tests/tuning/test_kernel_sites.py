@@ -178,13 +178,13 @@ def test_trials_read_contexts_of_their_length(monkeypatch):
 def decoded(model, k):
     """Return the tokens and the acceptance of each depth, after windows have wrapped."""
     windows, stats = [w for w in model.windows() if isinstance(w, int)], mlx_mtp.Stats()
-    more = {"max_tokens": 44 if windows else 16, "num_draft_tokens": k, "adaptive": False, "prefill_step_size": 5}
+    more = {"max_tokens": 44 if windows else 10, "num_draft_tokens": k, "adaptive": False, "prefill_step_size": 5}
     steps = mlx_mtp.generate_step([1, 2, 3, 4, 1, 2], model, stats=stats, **more)
     return [token for token, _, _ in steps], stats.acceptance
 
 
 def text_of(model, k, **options):
-    options = {"max_tokens": 24, "num_draft_tokens": k, "adaptive": False, "prefill_step_size": 5} | options
+    options = {"max_tokens": 12, "num_draft_tokens": k, "adaptive": False, "prefill_step_size": 5} | options
     steps = mlx_mtp.generate_step([1, 2, 3, 4, 1, 2], model, **options)
     return [token for token, _, _ in steps]
 
@@ -227,7 +227,7 @@ def test_text_with_a_drafter_and_all_sites_on(tmp_path):
 
 def test_latent_rows_in_a_ring_are_read_by_mlx(tmp_path):
     """With `max_kv_size`: position p is not in slot p, and the ring is full before the sequence ends."""
-    model, options = load("deepseek_v3", tmp_path), {"max_tokens": 60, "max_kv_size": 8}
+    model, options = load("deepseek_v3", tmp_path), {"max_tokens": 44, "max_kv_size": 8}
     text = text_of(model, 0, **options)
     all_on(model)
     assert [text_of(model, k, **options) for k in (0, 1)] == [text] * 2
