@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from sweep import sweep
 
 import mlx_mtp
 from mlx_mtp.demo import demo_path
@@ -57,15 +58,8 @@ def test_readme_names_files_that_exist():
         assert (ROOT / path).exists(), path
 
 
-def test_wheel_from_sdist(tmp_path):
-    if find_spec("build") is None:
-        pytest.skip("needs the package `build` (the dev extra)")
-    here = ["--no-isolation"] if find_spec("hatchling") else []  # else in an environment that it creates and fills
-    command = [sys.executable, "-m", "build", *here, "--outdir", tmp_path, ROOT]
-    subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
-    (wheel,) = tmp_path.glob("*.whl")
-    assert wheel.name.split("-")[1] == mlx_mtp.__version__
-    names = zipfile.ZipFile(wheel).namelist()
+def assert_whole(names):
+    """Assert that a wheel's files include those that the program reads, and no folders of tests."""
     assert "mlx_mtp/kernels/metal/README.md" in names
     assert "mlx_mtp/demo/checkpoint/model.safetensors" in names
     assert {f"mlx_mtp/bench/{file}" for file in ("prompts.json", "documents.csv", "kernels_shapes.json")} <= set(
@@ -77,3 +71,27 @@ def test_wheel_from_sdist(tmp_path):
         files = (ROOT / "mlx_mtp" / "emulator" / folder).rglob("*")
         assert {str(p.relative_to(ROOT)) for p in files if p.is_file()} <= set(names)
     assert not [n for n in names if n.startswith(("tests/", "bench/", "kernels/"))]
+
+
+def test_files_that_the_wheel_will_have_are_in_the_sdist():
+    """As hatchling chooses them; a sweep, and CI, also build both."""
+    wheels = pytest.importorskip("hatchling.builders.wheel", reason="needs `hatchling` (the dev extra)")
+    from hatchling.builders.sdist import SdistBuilder
+
+    wheel = wheels.WheelBuilder(str(ROOT))
+    assert wheel.metadata.version == mlx_mtp.__version__
+    files = [*wheel.recurse_included_files()]
+    assert_whole([file.distribution_path for file in files])
+    assert {file.path for file in files} <= {file.path for file in SdistBuilder(str(ROOT)).recurse_included_files()}
+
+
+@sweep
+def test_wheel_from_sdist(tmp_path):
+    if find_spec("build") is None:
+        pytest.skip("needs the package `build` (the dev extra)")
+    here = ["--no-isolation"] if find_spec("hatchling") else []  # else in an environment that it creates and fills
+    command = [sys.executable, "-m", "build", *here, "--outdir", tmp_path, ROOT]
+    subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.split("-")[1] == mlx_mtp.__version__
+    assert_whole(zipfile.ZipFile(wheel).namelist())

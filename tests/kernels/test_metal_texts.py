@@ -23,7 +23,7 @@ pytestmark = linux_only
 LAYERS = 12  # the first layers of a released config include all of its kinds
 
 
-@pytest.mark.parametrize("group", sampled([*FEW][::3], GROUPS))
+@pytest.mark.parametrize("group", sampled([*FEW][::5], GROUPS))
 def test_texts_are_accepted(group):
     found = [
         each
@@ -44,7 +44,7 @@ def listed():
     return {text for make in groups(RELEASED).values() for text in texts(make())}
 
 
-KINDS = ("step-3.5-flash", "qwen3.5-27b", "nemotron-3-super", "glm-5.1")
+KINDS = ("qwen3.5-27b", "glm-5.1")
 RELEASED_FILES = sampled([file for file in published.FILES if file.stem in KINDS], published.FILES)
 
 
