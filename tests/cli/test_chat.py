@@ -64,7 +64,7 @@ def test_the_text_does_not_depend_on_drafting():
 
 def test_a_loaded_conversation_continues_exactly(tmp_path):
     """With sampling, a system prompt and an answer dropped by /reset, the draws of the seed continue too."""
-    file, command = tmp_path / "talk.json", ["chat", "--quiet", "--temp", 2, "-m", 9]
+    file, command = tmp_path / "talk.json", ["chat", "--quiet", "--temp", 2, "-m", 5]
     lines = ["/system Be  brief.", QUESTIONS[1], "/reset", QUESTIONS[0], f"/save {file}", QUESTIONS[1]]
     whole = call(*command, stdin="\n".join(lines)).stdout.splitlines()
     saved = whole.index(f"{file}: 3 messages saved")
@@ -112,7 +112,7 @@ def test_bad_files_leave_the_conversation_unchanged(tmp_path):
 
 def test_seeded_turns():
     stdin = "\n".join([QUESTIONS[0], QUESTIONS[0]])
-    command = ["chat", "--quiet", "--temp", 1, "-m", 8]
+    command = ["chat", "--quiet", "--temp", 1, "-m", 4]
     runs = {call(*command, *flags, stdin=stdin).stdout for flags in ([], ["--seed", 0])}
     assert len(runs) == 1
     assert runs != {call(*command, "--seed", 1, stdin=stdin).stdout}

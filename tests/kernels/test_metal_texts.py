@@ -11,7 +11,6 @@ from metal_texts import FEW, GROUPS, texts
 from sweep import SWEEP, paired, sampled
 
 from mlx_mtp.bench import compile_jobs
-from mlx_mtp.bench.kernel_launches import RELEASED, groups
 from mlx_mtp.bench.random_model import shaped_model
 from mlx_mtp.emulator.front_end import check
 from mlx_mtp.emulator.texts import collected
@@ -41,7 +40,7 @@ def test_every_kernel_is_among_them():
 @functools.cache
 def listed():
     """Return the texts that `mlx-mtp doctor --compile-only` compiles."""
-    return {text for make in groups(RELEASED).values() for text in texts(make())}
+    return {launch.text for launch in compile_jobs.launches()}
 
 
 KINDS = ("qwen3.5-27b", "glm-5.1")

@@ -65,12 +65,12 @@ def quiet(stage: str, done: int, total: int) -> None:
 
 
 def test_a_correct_product_passes(model):
-    verdict = verify(model, Letters(), Settings(3, max_tokens=6, draws=5, diagnose=False), quiet)
+    verdict = verify(model, Letters(), Settings(3, max_tokens=4, draws=5, diagnose=False), quiet)
     names = ["one pass", "1 draft", "2 drafts", "3 drafts", "lookups", "p_min", "adaptive"]
     assert [c.way for c in verdict.greedy] == names
     assert [c.way for c in verdict.sampled] == ["3 drafts, coupled", "3 drafts, greedy", "adaptive, coupled"]
     texts = {c.prompts for c in verdict.greedy}
-    assert texts == {len(built_in(model, Letters(), 6))}
+    assert texts == {len(built_in(model, Letters(), 4))}
     assert {c.tokens for c in verdict.greedy} == {verdict.greedy[0].tokens}
     assert not any(c.differences for c in (*verdict.greedy, *verdict.sampled))
     assert not verdict.diverged
