@@ -125,8 +125,8 @@ def test_training_drafts_what_the_engine_drafts(drafter, target, config, monkeyp
 
 def test_streams_are_what_plain_decoding_writes(drafter, target):
     engine, tokenizer = drafter
-    given = [tokenizer.encode(prompt) for prompt in ("User: Hi\n", PROMPTS[2], "    return x\n", "Hello")]
-    streams = written_streams.write(target, itertools.cycle(given), TAPS, streams=2, slots=64)
+    given = [tokenizer.encode(prompt) for prompt in ("    return x\n", "Hello", "User: Hi\n", PROMPTS[2])]
+    streams = written_streams.write(target, itertools.cycle(given), TAPS, streams=2, slots=48)
     assert streams.starts.max() > 0
     for tokens, starts, written in zip(streams.tokens, streams.starts, streams.written, strict=True):
         for start in sorted(set(starts)):

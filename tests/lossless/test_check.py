@@ -11,7 +11,7 @@ from sweep import SWEEP, sampled
 from mlx_mtp.cache.prompt_cache import PromptCache
 from mlx_mtp.cache.ring import Ring
 from mlx_mtp.decoding import loop, prefill, sampling, step
-from mlx_mtp.lossless import check, rounding_judge
+from mlx_mtp.lossless import check, prompts, rounding_judge
 from mlx_mtp.lossless.check import Settings, Verdict, conclude, verify
 from mlx_mtp.lossless.compare import PLAIN, Comparison, Reference, Way, compare, compare_one_pass, drift, ways
 from mlx_mtp.lossless.prompts import Prompt, built_in, document, lengths
@@ -64,7 +64,9 @@ def quiet(stage: str, done: int, total: int) -> None:
     assert 0 <= done <= total
 
 
-def test_a_correct_product_passes(model):
+def test_a_correct_product_passes(model, monkeypatch):
+    texts = {"prose": prompts.BUILT_IN["texts"]["prose"]}
+    monkeypatch.setattr(prompts, "BUILT_IN", {**prompts.BUILT_IN, "texts": texts})
     verdict = verify(model, Letters(), Settings(3, max_tokens=4, draws=5, diagnose=False), quiet)
     names = ["one pass", "1 draft", "2 drafts", "3 drafts", "lookups", "p_min", "adaptive"]
     assert [c.way for c in verdict.greedy] == names
