@@ -227,7 +227,8 @@ def test_text_with_a_drafter_and_all_sites_on(tmp_path):
 
 def test_latent_rows_in_a_ring_are_read_by_mlx(tmp_path):
     """With `max_kv_size`: position p is not in slot p, and the ring is full before the sequence ends."""
-    model, options = load("deepseek_v3", tmp_path), {"max_tokens": 14, "max_kv_size": 8, "prompt": [1, 2, 3, 4, 1, 2] * 6}
+    model = load("deepseek_v3", tmp_path)
+    options = {"max_tokens": 14, "max_kv_size": 8, "prompt": [1, 2, 3, 4, 1, 2] * 6}
     text = text_of(model, 0, **options)
     all_on(model)
     assert [text_of(model, k, **options) for k in (0, 1)] == [text] * 2
