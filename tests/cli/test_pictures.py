@@ -128,6 +128,7 @@ def test_verify_lossless_compares_texts_after_pictures(place, model, monkeypatch
     monkeypatch.setattr(prompts, "NO_WINDOW", 12)
     monkeypatch.setattr(prompts, "SOURCE", 24)
     monkeypatch.setattr(check, "FIT_TOKENS", 2)
+    monkeypatch.setattr(check, "SAMPLED_PROMPTS", 1)
     args = ["--image", place / "a.png", place / "two words.png", "-m", 2, "--draws", 20, "--no-diagnose", "--json"]
     args += ["--num-draft-tokens", 1, "--no-prompt-lookup"]
     found = json.loads(call("verify-lossless", "--model", place / "model", "--float32", *args).stdout)

@@ -147,7 +147,7 @@ GREEDY_PLANTS = {
 }
 
 
-@pytest.mark.parametrize("name", sampled([*GREEDY_PLANTS][::5], GREEDY_PLANTS))
+@pytest.mark.parametrize("name", sampled([*GREEDY_PLANTS][:1], GREEDY_PLANTS))
 def test_planted_divergences_are_found(references, monkeypatch, name):
     monkeypatch.setattr(*GREEDY_PLANTS[name])
     sure = ("2 drafts", "3 drafts", "lookups")
@@ -161,7 +161,7 @@ def test_planted_divergences_are_found(references, monkeypatch, name):
 
 
 def test_a_wrong_cache_changes_logprobs_before_tokens(references, monkeypatch):
-    assert all(drift(reference, all_ways()[2]).share < 1 for reference in references)
+    assert all(drift(reference, all_ways()[2]).share < 1 for reference in sampled(references[:1], references))
     monkeypatch.setattr(Ring, "mask", one_mask_less)
     verdict = Verdict("float32", drift=drift(references[0], all_ways()[2]))
     conclude(references[0].model, verdict)

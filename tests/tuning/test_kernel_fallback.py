@@ -40,7 +40,7 @@ def model(checkpoint):
 
 
 def text(model, **options):
-    steps = mlx_mtp.generate_step(PROMPT, model, **{"max_tokens": 12, "adaptive": False, **options})
+    steps = mlx_mtp.generate_step(PROMPT, model, **{"max_tokens": 8, "adaptive": False, **options})
     return [token for token, *_ in steps]
 
 
