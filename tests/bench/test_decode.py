@@ -86,16 +86,16 @@ def prompt_of(opened, kind="translation"):
 def session_of(opened, others, rounds, **options):
     session = open_session(opened, [2], rounds, 0.0)
     session.loops = [*session.loops[:2], *others]
-    options = {"max_tokens": 6, "prefill_step_size": 256, "stop_tokens": opened.stop_tokens, **options}
+    options = {"max_tokens": 5, "prefill_step_size": 256, "stop_tokens": opened.stop_tokens, **options}
     measure(session, prompt_of(opened), LoopSettings(**options), lambda *_: None)
     return session
 
 
 def test_all_loops_generate_the_plain_text(demo):
     (prompt,) = prompt_of(demo, "stepwise_math")
-    options = {"max_tokens": 8, "stop_tokens": demo.stop_tokens}
+    options = {"max_tokens": 6, "stop_tokens": demo.stop_tokens}
     text = [t for t, *_ in mlx_mtp.generate_step(prompt.tokens, demo.model, num_draft_tokens=0, **options)]
-    assert len(text) == 8
+    assert len(text) == 6
     assert len(prompt.tokens) > 16 + 1  # two chunks
     fixed = {"adaptive": False}
     others = [MlxLm(twin(demo.model)), Ours(demo.model, "k", 3, fixed), Ours(demo.model, "adaptive", None)]
@@ -104,7 +104,7 @@ def test_all_loops_generate_the_plain_text(demo):
         runs = [reader.run() for _ in range(2)]  # both from the same cache, which neither changes
         assert [run.tokens for run in runs] == [text] * 2
         counted = [run.stats.generation_tokens for run in runs if run.stats]
-        assert counted == ([8] * 2 if loop.stats else [])
+        assert counted == ([6] * 2 if loop.stats else [])
 
 
 def test_the_clock_starts_with_the_first_token():

@@ -318,7 +318,7 @@ def test_the_command_writes_its_result(tmp_path, monkeypatch):
         "--category",
         "qa_factual",
         "--rounds",
-        2,
+        1,
         "--max-tokens",
         6,
         "--bandwidth",
