@@ -21,7 +21,7 @@ def reported(plant: Plant) -> list[str]:
     return [str(found) for found in check(launch.text, launch.kernel)]
 
 
-@pytest.mark.parametrize("name", sampled([*REQUIRED][::2] + [*MORE][::16], [*REQUIRED, *MORE]))
+@pytest.mark.parametrize("name", [*REQUIRED, *sampled([*MORE][::16], MORE)])
 def test_planted_errors_are_reported(name):
     plant = {**REQUIRED, **MORE}[name]
     found = reported(plant)
