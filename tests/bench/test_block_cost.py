@@ -49,10 +49,10 @@ def built(model):
         frame = Frame(model, cache, Plan(drafter.source, K), drafter, (Single(Picker()),), base=4)
         step(frame, run.given, cache.unload())
 
-    for _ in range(2):  # the first one fills caches of the host
-        cache = state.restored()
-        counted = calls(cycle)
-    return counted
+    cache = state.restored()
+    cycle()  # fills caches of the host
+    cache = state.restored()
+    return calls(cycle)
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +67,10 @@ def recycled(target):
 
 
 @pytest.mark.parametrize(
-    ("kind", "layers"), [(kind, layers) for kind in sampled(["dflash2"], KINDS) for layers in (2, 5)]
+    ("kind", "layers"), [(kind, layers) for kind in sampled(["dflash2"], KINDS) for layers in sampled([5], [2, 5])]
 )
 def test_building_a_cycle_is_no_more_work_than_with_recycled_heads(target, recycled, kind, layers):
-    """With two layers and with the released five."""
+    """With the released five layers; in a sweep also with two."""
     set_block_drafter(target, kind, layers)
     assert built(target) <= recycled
 
@@ -80,8 +80,8 @@ def test_recorded_shapes_of_a_long_answer(tmp_path, kind):
     """One of equal cycles while the buffers have at most 4,096 positions, here behind a limit of 256."""
     directory, _ = families.headless(tmp_path / "target", drafters.HEADLESS["qwen3"])
     drafter = block_drafters.save(tmp_path / "drafter", block_drafters.KINDS[kind])
-    model, stats, tokens = mlx_mtp.load_model(directory, draft_model=drafter), mlx_mtp.Stats(), 2000 if SWEEP else 60
-    prompt = [1, 2, 3] * 76  # 228 tokens
+    model, stats, tokens = mlx_mtp.load_model(directory, draft_model=drafter), mlx_mtp.Stats(), 2000 if SWEEP else 36
+    prompt = [1, 2, 3] * 80  # 240 tokens
     options = {"max_tokens": tokens, "num_draft_tokens": 7, "adaptive": False, "compile_cycles": True}
     assert len([*mlx_mtp.generate_step(prompt, model, stats=stats, **options)]) == tokens
     assert stats.compiled_cycles > 0.8 * stats.cycles

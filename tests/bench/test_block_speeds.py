@@ -10,6 +10,7 @@ from launches.graph import launches
 from launches.models import MODELS as TINY
 from launches.models import WIDTH
 from launches.steps import StartState, make
+from sweep import sampled
 
 from mlx_mtp.bench.roofline import block, chips, models, phases
 from mlx_mtp.bench.roofline.cost import ALL, PassShape
@@ -50,10 +51,16 @@ def test_speeds_are_tokens_over_the_predicted_cycle(name):
     assert longer[-1]["seconds"]["M3 Max 40c"] > lines[4 + 6]["seconds"]["M3 Max 40c"]
 
 
-@pytest.mark.parametrize("k", [1, 7])
-def test_launches_of_a_block_drafter_are_those_of_its_graph(k):
+@pytest.fixture(scope="module")
+def drafting():
+    """Return (a model, its block drafter)."""
     model = make(TINY["Qwen3.6-27B"][0])
-    drafter = set_block_drafter(model, "dflash2")
+    return model, set_block_drafter(model, "dflash2")
+
+
+@pytest.mark.parametrize("k", sampled([7], [1, 7]))
+def test_launches_of_a_block_drafter_are_those_of_its_graph(drafting, k):
+    model, drafter = drafting
     state = StartState(model, 4)
 
     def run(*arrays):

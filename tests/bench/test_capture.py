@@ -52,7 +52,7 @@ def test_a_trace_covers_one_phase_of_some_cycles(tiny_models, monkeypatch, tmp_p
             yield
 
     monkeypatch.setattr(Timer, "during", noted)
-    files = census.capture(Workload(tiny_models()[0], PROMPT, 20, 3, 64), phase, tmp_path / "a.gputrace", cycles)
+    files = census.capture(Workload(tiny_models()[0], PROMPT, 12, 3, 64), phase, tmp_path / "a.gputrace", cycles)
     assert [str(f) for f in files] == metal.files
     assert len(files) == cycles
     assert metal.open is None

@@ -15,7 +15,7 @@ def test_colours_are_visible(scheme):
     assert plots.contrast(theme.ink, theme.paper) > 12
     assert all(plots.contrast(colour, theme.paper) >= 3 for colour in theme.series[:7])
     assert len(set(theme.series)) == len(theme.series) <= len(plots.MARKERS)
-    for grid, ax in drawn("decode at contexts", scheme):
+    for grid, ax in drawn("decode", scheme):
         if isinstance(grid, GridPanel):
             for text, value in zip(ax.texts, itertools.chain(*grid.values), strict=True):
                 assert plots.contrast(text.get_color(), ax.collections[0].cmap(value / 100)) > 4.5

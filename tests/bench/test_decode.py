@@ -2,15 +2,16 @@
 
 import json
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
+import short_prompts
 from command_line import call
 from results import made
 from sweep import sampled
 
 import mlx_mtp
-from mlx_mtp.bench import decode, documents, parallel, timing
+from mlx_mtp.bench import decode, documents, parallel, subject, timing
 from mlx_mtp.bench.decode import (
     PLAIN,
     LoopSettings,
@@ -73,39 +74,37 @@ class Wrong(Ours):
 
 
 @pytest.fixture(autouse=True)
-def one_warm_up(monkeypatch):
+def quick(monkeypatch, tmp_path_factory):
     monkeypatch.setattr(decode, "WARMUPS", 1)
+    short_prompts.shorten(monkeypatch, tmp_path_factory.mktemp("prompts"))
 
 
-def prompt_of(subject, kind="translation"):
-    return make_prompts(subject.tokenizer, subject.model.vocab_size, each=1, only=[kind])
+def prompt_of(opened, kind="translation"):
+    return make_prompts(opened.tokenizer, opened.model.vocab_size, each=1, only=[kind])
 
 
-def short_prompt(subject):
-    return [replace(prompt, tokens=prompt.tokens[-24:]) for prompt in prompt_of(subject)]
-
-
-def session_of(subject, others, rounds, **options):
-    session = open_session(subject, [2], rounds, 0.0)
+def session_of(opened, others, rounds, **options):
+    session = open_session(opened, [2], rounds, 0.0)
     session.loops = [*session.loops[:2], *others]
-    options = {"max_tokens": 6, "prefill_step_size": 256, "stop_tokens": subject.stop_tokens, **options}
-    measure(session, short_prompt(subject), LoopSettings(**options), lambda *_: None)
+    options = {"max_tokens": 5, "prefill_step_size": 256, "stop_tokens": opened.stop_tokens, **options}
+    measure(session, prompt_of(opened), LoopSettings(**options), lambda *_: None)
     return session
 
 
 def test_all_loops_generate_the_plain_text(demo):
     (prompt,) = prompt_of(demo, "stepwise_math")
-    options = {"max_tokens": 8, "stop_tokens": demo.stop_tokens}
+    options = {"max_tokens": 6, "stop_tokens": demo.stop_tokens}
     text = [t for t, *_ in mlx_mtp.generate_step(prompt.tokens, demo.model, num_draft_tokens=0, **options)]
-    assert len(text) == 8
+    assert len(text) == 6
+    assert len(prompt.tokens) > 16 + 1  # two chunks
     fixed = {"adaptive": False}
     others = [MlxLm(twin(demo.model)), Ours(demo.model, "k", 3, fixed), Ours(demo.model, "adaptive", None)]
     for loop in [*others, Ours(demo.model, PLAIN, 0)]:
-        reader = Reader(loop, prompt.tokens, LoopSettings(**options, prefill_step_size=32)).read()
+        reader = Reader(loop, prompt.tokens, LoopSettings(**options, prefill_step_size=16)).read()
         runs = [reader.run() for _ in range(2)]  # both from the same cache, which neither changes
         assert [run.tokens for run in runs] == [text] * 2
         counted = [run.stats.generation_tokens for run in runs if run.stats]
-        assert counted == ([8] * 2 if loop.stats else [])
+        assert counted == ([6] * 2 if loop.stats else [])
 
 
 def test_the_clock_starts_with_the_first_token():
@@ -140,7 +139,7 @@ def test_a_slowed_loop_is_measured_as_slower(demo, monkeypatch, slow):
         for name, k in ((PLAIN, 0), ("k=2", 2))
     ]
     settings = LoopSettings(max_tokens=9, prefill_step_size=256)
-    measure(session, short_prompt(demo), settings, lambda *_: None)
+    measure(session, prompt_of(demo), settings, lambda *_: None)
     plain, drafting = rows(as_result(session, {}), WHOLE)
     per_cycle = {name: 0.01 + rest.get(name, 0.0) for name in (PLAIN, "k=2")}
     (cycles,) = {count for entry in session.entries for count in entry["cycles"] if entry["contender"] == "k=2"}
@@ -185,7 +184,8 @@ def test_peaks_belong_to_one_loop(demo):
     assert by_loop["k=2"] > 10**9
 
 
-def test_prompts_are_nine_kinds_padded_to_a_length(demo):
+def test_prompts_are_nine_kinds_padded_to_a_length(demo, monkeypatch):
+    monkeypatch.setattr(subject, "FILE", short_prompts.WHOLE)
     whole = make_prompts(demo.tokenizer, 2048, each=2)
     kinds = dict.fromkeys(p.category for p in whole)
     assert len(kinds) == 9
@@ -214,11 +214,11 @@ def test_loops_that_cannot_run_are_left_out_and_named(demo):
 
 def test_a_drafter_that_replaces_the_heads_is_timed():
     """A small model, here the target itself, whose drafts are therefore all accepted."""
-    subject = open_subject(draft_model=str(demo_path()))
-    session = open_session(subject, [2], 1, 0.0)
+    small = open_subject(draft_model=str(demo_path()))
+    session = open_session(small, [2], 1, 0.0)
     assert [loop.name for loop in session.loops] == ["mlx-lm", PLAIN, "k=2", "adaptive"]
-    assert len([loop.name for loop in open_session(subject, [], 1, 0.0).loops]) == 3 + decode.USUAL_DRAFTS
-    assert parallel.DRAFTED in parallel.contenders(subject, 64)[0]
+    assert len([loop.name for loop in open_session(small, [], 1, 0.0).loops]) == 3 + decode.USUAL_DRAFTS
+    assert parallel.DRAFTED in parallel.contenders(small, 64)[0]
     measure(session, [BenchPrompt("text", [1, 2, 3])], LoopSettings(max_tokens=4), lambda *_: None)
     assert session.entries[2]["drafted"] == session.entries[2]["accepted"] != [[]]
     assert not session.differences

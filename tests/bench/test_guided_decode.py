@@ -27,10 +27,10 @@ def test_the_five_schemas_can_be_honoured_and_each_has_a_prompt():
 
 def test_loops_under_a_schema(tmp_path):
     schema, out = tmp_path / "flags.json", tmp_path / "out.json"
-    keys = ["enable_dark_mode", "enable_offline_storage"]
+    keys = ["dark_mode", "offline"]
     properties = {key: {"type": "boolean"} for key in keys}
     schema.write_text(json.dumps({"type": "object", "properties": properties, "required": keys}))
-    done = call("bench", "decode", "--grammar", schema, "--rounds", 1, "-m", 24, "--cooldown", 0, "--out", out)
+    done = call("bench", "decode", "--grammar", schema, "--rounds", 1, "-m", 14, "--cooldown", 0, "--out", out)
     assert done.returncode == 0, done.stderr
     found = result.read(out, "decode")
     entries = {entry["contender"]: entry for entry in found["entries"]}

@@ -11,6 +11,7 @@ import families
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from sweep import sampled
 
 import mlx_mtp
 from mlx_mtp.bench import timing, verify, verify_parts
@@ -99,7 +100,11 @@ def test_steps_are_whole_turns_of_about_the_requested_time(monkeypatch):
 # The whole
 
 
-@pytest.fixture(scope="module", params=["step", "qwen3_5_moe", "nemotron_h", "deepseek_v3", "mimo_v2_flash"])
+FAMILIES = ["step", "qwen3_5_moe", "nemotron_h", "deepseek_v3", "mimo_v2_flash"]
+
+
+# Windows and experts, recurrent layers, latent attention.
+@pytest.fixture(scope="module", params=sampled(["step", "nemotron_h", "deepseek_v3"], FAMILIES))
 def both(request, tiny_models, tmp_path_factory):
     """Return (our model, mlx-lm's) of one random checkpoint."""
     if request.param == "step":

@@ -34,17 +34,17 @@ QUESTIONS = ["What does os.path.join do?", "What does len do?"]
 def test_piped_conversation():
     lines = [QUESTIONS[0], "", "/stats", "/mtp off", QUESTIONS[1], "/mtp", "/wat", "h", "x" * 300, "/reset now", "r"]
     lines += ["/stats", "/exit now", "no"]
-    result = call("chat", "-m", 12, "--pipeline", stdin="\n".join(lines))
+    result = call("chat", "-m", 6, "--pipeline", stdin="\n".join(lines))
     assert result.returncode == 0, result.stderr
     assert "\x1b" not in result.stdout + result.stderr
     footers = [line for line in result.stdout.splitlines() if " reused · " in line]
     assert len(footers) == 3
     shares = r"( \d+(/(\d+|-)){2}%|, nothing drafted)"  # measured costs decide which depths are drafted
-    figures = r"12 tok, [\d.]+/s · prompt [\d.]+/s, 0/15 reused · [\d.]+/cycle"
+    figures = r"6 tok, [\d.]+/s · prompt [\d.]+/s, 0/15 reused · [\d.]+/cycle"
     assert re.fullmatch(figures + shares + r" · context \d+/2,048 · [\d.]+ GB", footers[0])
     assert "/cycle" not in footers[1]
     assert ", 0/" not in footers[1]
-    assert "1 turn · 12 tokens" in result.stdout
+    assert "1 turn · 6 tokens" in result.stdout
     assert "0 turns · 0 tokens" in result.stdout
     assert result.stdout.count("MTP off\n") == 3
     assert "/reset" in result.stdout
@@ -55,8 +55,8 @@ def test_piped_conversation():
 def test_the_text_does_not_depend_on_drafting():
     switched = "\n".join([QUESTIONS[0], "/mtp off", QUESTIONS[1], "/mtp on", QUESTIONS[0], "/exit", "never read"])
     plain = "\n".join([QUESTIONS[0], QUESTIONS[1], QUESTIONS[0]])
-    texts = [call("chat", "-m", 12, "--quiet", "--no-mtp", stdin=plain)]
-    texts.append(call("chat", "-m", 12, "--quiet", stdin=switched))
+    texts = [call("chat", "-m", 8, "--quiet", "--no-mtp", stdin=plain)]
+    texts.append(call("chat", "-m", 8, "--quiet", stdin=switched))
     assert texts[0].stderr == texts[1].stderr == ""
     printed = [line for line in texts[1].stdout.splitlines() if not line.startswith("MTP o")]
     assert printed == texts[0].stdout.splitlines()
@@ -64,7 +64,7 @@ def test_the_text_does_not_depend_on_drafting():
 
 def test_a_loaded_conversation_continues_exactly(tmp_path):
     """With sampling, a system prompt and an answer dropped by /reset, the draws of the seed continue too."""
-    file, command = tmp_path / "talk.json", ["chat", "--quiet", "--temp", 2, "-m", 9]
+    file, command = tmp_path / "talk.json", ["chat", "--quiet", "--temp", 2, "-m", 5]
     lines = ["/system Be  brief.", QUESTIONS[1], "/reset", QUESTIONS[0], f"/save {file}", QUESTIONS[1]]
     whole = call(*command, stdin="\n".join(lines)).stdout.splitlines()
     saved = whole.index(f"{file}: 3 messages saved")
@@ -112,7 +112,7 @@ def test_bad_files_leave_the_conversation_unchanged(tmp_path):
 
 def test_seeded_turns():
     stdin = "\n".join([QUESTIONS[0], QUESTIONS[0]])
-    command = ["chat", "--quiet", "--temp", 1, "-m", 8]
+    command = ["chat", "--quiet", "--temp", 1, "-m", 4]
     runs = {call(*command, *flags, stdin=stdin).stdout for flags in ([], ["--seed", 0])}
     assert len(runs) == 1
     assert runs != {call(*command, "--seed", 1, stdin=stdin).stdout}
@@ -200,7 +200,7 @@ class Terminal:
         os.close(self.screen)
 
 
-RESTLESS = ["-m", "200", "--temp", "3", "--prefill-step-size", "64"]
+RESTLESS = ["-m", "64", "--temp", "3", "--prefill-step-size", "64"]
 
 
 @pytest.fixture(scope="module")
@@ -261,7 +261,7 @@ def test_keys_of_the_editor(terminal):
 def test_a_paste_during_an_answer_is_one_message(terminal):
     began = terminal.wait_for(BUSY, terminal.type("def \r"))
     marked = terminal.wait_for(READY, began)
-    paste = "\x1b[200~/one\n" + "two " * 1500 + "\n/end\x1b[201~"
+    paste = "\x1b[200~/one\n" + "two " * 1100 + "\n/end\x1b[201~"
     threading.Thread(
         target=terminal.type, args=[paste], daemon=True
     ).start()  # writing may block until the chat reads

@@ -137,7 +137,7 @@ def reseal(file) -> None:
         sealed(file, file.read_bytes())
 
 
-@profile(28)
+@profile(14)
 @given(data=st.data())
 def test_damage_is_one_error_line(here, whole, tmp_path_factory, data):
     directory = tmp_path_factory.mktemp("case")

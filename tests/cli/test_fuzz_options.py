@@ -139,7 +139,7 @@ def check(whole, name: str, given: list[str], stdin: bytes = b"") -> None:
         path.write_bytes(content)
 
 
-@profile(4)
+@profile(2)
 @given(data=st.data())
 def test_any_flags(whole, data):
     run_case(whole, data.draw)

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from command_line import call, one_line_error, run
+from command_line import call, one_line_error
 from families import FAMILIES, headless
 from hub import served_hub
+from huggingface_hub import constants
 from portless import CONFIGS
 
 import mlx_mtp
@@ -52,9 +53,11 @@ def test_models_are_found_where_programs_keep_them(machine, tmp_path):
     assert rows[0]["family"] == "step3p5"
     assert rows[0]["context"] == 2048
     assert "fourth.gguf" in rows[1]["advice"]
+    shutil.rmtree(cache)
+    shutil.rmtree(studio)
     table = call("models", tmp_path / "given").stdout.splitlines()
     assert table[0].split() == ["NAME", "FAMILY", "SIZE", "FORMAT", "DRAFTS", "CONTEXT", "THAT", "FITS"]
-    assert len(table) == 6
+    assert len(table) == 4
 
 
 def test_short_names_are_those_of_the_list(machine):
@@ -136,19 +139,27 @@ def test_heads_beside_quantized_weights_have_8_bits(tmp_path):
     assert kinds == [True, False]
 
 
-def test_a_download_shows_its_size_and_continues(tmp_path):
+def use_hub(monkeypatch, endpoint, cache):
+    """Make huggingface_hub use an endpoint and a cache, which it reads from the environment when it is imported."""
+    url = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    values = {"ENDPOINT": endpoint, "HUGGINGFACE_CO_URL_TEMPLATE": url, "HF_HUB_CACHE": str(cache)}
+    for name, value in {**values, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setattr(pull, "HF_HUB_CACHE", str(cache))
+
+
+def test_a_download_shows_its_size_and_continues(tmp_path, monkeypatch):
     """First the heads alone, then the rest, while the connection breaks."""
     convert(demo_path(), path := tmp_path / "repo")
-    env = {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
     with served_hub(path, "org/Model", cut=1 << 20) as endpoint:
-        env |= {"HF_ENDPOINT": endpoint}
-        heads = run("pull", "org/Model", "--mtp-only", **env)
+        use_hub(monkeypatch, endpoint, tmp_path / "cache")
+        heads = call("pull", "org/Model", "--mtp-only")
         assert heads.returncode == 0, heads.stderr
         folder = Path(heads.stdout.strip())
         assert {file.name for file in folder.glob("*.safetensors")} == {"mtp.safetensors"}
         assert "of MTP heads" in heads.stderr
         assert f"--mtp-path {folder}" in heads.stderr
-        whole = run("pull", "org/Model", **env)
+        whole = call("pull", "org/Model")
     assert whole.stdout == heads.stdout
     assert "org/Model: 0.01 GB in" in whole.stderr
     assert "of it here" in whole.stderr

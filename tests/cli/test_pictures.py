@@ -15,7 +15,7 @@ from mlx_mtp.cli.conversation import Chat
 from mlx_mtp.cli.image_options import spread
 from mlx_mtp.cli.terminal import MessageReader
 from mlx_mtp.demo import demo_path
-from mlx_mtp.lossless.prompts import built_in
+from mlx_mtp.lossless import check, prompts
 from mlx_mtp.session import ChatSession
 
 A, B = noise(1), noise(2, 24, 40)
@@ -71,9 +71,8 @@ def test_an_option_takes_several_values(args, expected):
 
 def test_generate_reads_pictures_before_the_message(place, model):
     files = place / "a.png", place / "two words.png"
-    for images, sources in ([files[:1], [A]], [files, [A, B]]):
-        found = shown("generate", place, "--image", *images, "-p", "What?", "-m", 5)
-        assert found == of_session(model, "What?", *sources) + "\n"
+    found = shown("generate", place, "--image", *files, "-p", "What?", "-m", 5)
+    assert found == of_session(model, "What?", A, B) + "\n"
     found = shown("generate", place, "--image", files[0], "-p", "What?", "-m", 5, "--system-prompt", "Be brief.")
     assert found == of_session(model, "What?", A, system="Be brief.") + "\n"
     plain = shown("generate", place, "--image", *files, "-p", "What?", "-m", 5, "--ignore-chat-template")
@@ -124,11 +123,16 @@ def test_options_that_have_no_place_for_pictures_refuse_them(place, tmp_path):
         assert flag.split()[0] in error
 
 
-def test_verify_lossless_compares_texts_after_pictures(place, model):
+def test_verify_lossless_compares_texts_after_pictures(place, model, monkeypatch):
+    monkeypatch.setattr(prompts, "BUILT_IN", {"chats": [], "texts": {"prose": "The"}, "document": "Section {}."})
+    monkeypatch.setattr(prompts, "NO_WINDOW", 12)
+    monkeypatch.setattr(prompts, "SOURCE", 24)
+    monkeypatch.setattr(check, "FIT_TOKENS", 2)
+    monkeypatch.setattr(check, "SAMPLED_PROMPTS", 1)
     args = ["--image", place / "a.png", place / "two words.png", "-m", 2, "--draws", 20, "--no-diagnose", "--json"]
     args += ["--num-draft-tokens", 1, "--no-prompt-lookup"]
     found = json.loads(call("verify-lossless", "--model", place / "model", "--float32", *args).stdout)
-    assert {each["texts"] for each in found["greedy"]} == {len(built_in(*model, 2)) + 3}
+    assert {each["texts"] for each in found["greedy"]} == {len(prompts.built_in(*model, 2)) + 3}
     assert all(not each["differences"] for each in found["greedy"])
 
 

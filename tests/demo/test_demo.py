@@ -19,6 +19,8 @@ from bench.train_demo.train import batches, token_stream
 from mlx_mtp.demo import demo_path
 from mlx_mtp.training.optimize import Trainer
 
+LENGTH = 64  # tokens of the comparison of logits
+
 
 @pytest.fixture(scope="module")
 def corpus():
@@ -75,14 +77,14 @@ def test_the_network_is_the_engines():
     """For trunk and every depth, teacher-forced, the training layers and the decoding port give the same logits."""
     network, engine = checkpoint.load(demo_path()), mlx_mtp.load_model(demo_path())
     mx.random.seed(0)
-    tokens = mx.random.randint(0, engine.args.vocab_size, (1, 128 + DEPTHS + 1))
+    tokens = mx.random.randint(0, engine.args.vocab_size, (1, LENGTH + DEPTHS + 1))
     trained = network.all_logits(tokens)
     cache = mlx_mtp.make_prompt_cache(engine)
-    hidden = engine.hidden(tokens[:, :128], cache.layers)
+    hidden = engine.hidden(tokens[:, :LENGTH], cache.layers)
     decoded, rows = [engine.logits(hidden)], engine.capture(hidden)
     for depth, (head, kv) in enumerate(zip(engine.mtp, cache.heads, strict=True)):
         kv.seek(depth, depth)
-        rows = head(engine.embed(tokens[:, 1 + depth : 129 + depth], depth), rows, kv)
+        rows = head(engine.embed(tokens[:, 1 + depth : 1 + LENGTH + depth], depth), rows, kv)
         decoded.append(engine.draft_logits(depth, rows))
     for ours, theirs in zip(decoded, trained, strict=True):
         assert mx.abs(ours - theirs).max().item() < 2e-2  # training's exp has an error up to 2e-5

@@ -21,7 +21,7 @@ def reported(plant: Plant) -> list[str]:
     return [str(found) for found in check(launch.text, launch.kernel)]
 
 
-@pytest.mark.parametrize("name", [*REQUIRED, *sampled(list(MORE)[::8], MORE)])
+@pytest.mark.parametrize("name", [*REQUIRED, *sampled([*MORE][::16], MORE)])
 def test_planted_errors_are_reported(name):
     plant = {**REQUIRED, **MORE}[name]
     found = reported(plant)
@@ -29,7 +29,7 @@ def test_planted_errors_are_reported(name):
     assert all(re.match(r"probe:\d+: ", each) for each in found)
 
 
-@pytest.mark.parametrize("name", CLEAN)
+@pytest.mark.parametrize("name", sampled(list(CLEAN)[::2], CLEAN))
 def test_valid_texts_are_accepted(name):
     assert not reported(CLEAN[name])
 

@@ -106,7 +106,7 @@ def selected_by(family, logits, routing, bias):
 def test_experts_are_those_of_mlx_lm(family):
     routing, e, cases = make(family)[1], moe_blocks.E, []
     with emulator.emulated():
-        for seed in range(6):
+        for seed in sampled(range(2), range(6)):
             mx.random.seed(seed)
             logits, bias = mx.random.normal((8, e)) * 3, mx.random.normal((e,)) * (0.1 if seed % 2 else 2)
             bias = None if routing.kind == "softmax" else bias

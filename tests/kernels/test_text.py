@@ -8,6 +8,7 @@ import pytest
 from exact import draw
 from launches import source
 from metal_cases import linux_only
+from sweep import sampled
 
 from mlx_mtp import emulator
 from mlx_mtp.bench.kernels_cases import SMALL
@@ -138,7 +139,7 @@ def test_faults_name_the_line_of_our_file(of, monkeypatch, tmp_path):
 
 
 @linux_only
-@pytest.mark.parametrize("op", SMALL)
+@pytest.mark.parametrize("op", sampled([*SMALL][::3], SMALL))
 def test_the_emulator_compiles_what_mlx_does(op, monkeypatch):
     """Line by line, after the emulator's own; and `source_bytes` counts what MLX allocates for the text."""
     site, compiled = SMALL[op](), []

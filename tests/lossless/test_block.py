@@ -48,7 +48,7 @@ def right_models(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", sampled(["dflash2"], trained_block.KINDS))
 def test_a_correct_drafter_passes(right_models, kind):
-    verdict = verdict_on(right_models[kind], 2)
+    verdict = verdict_on(right_models[kind], 2 if SWEEP else 1)
     assert verdict.agreement[0] > 0.4, verdict.agreement
     assert (verdict.broken, verdict.warnings) == ([], [])
 
@@ -107,7 +107,7 @@ NAMED = {
     "hidden norm": "with hidden_norm +1",
     "norms of the layers": "with the norms of the layers +1",
 }
-FEW = ["layers one too high", "another mask token", "norms of the layers"]
+FEW = ["layers one too high"]  # the only one that needs another pass of the target
 
 
 @pytest.mark.parametrize("fault", sampled(FEW, FAULTS))
@@ -162,7 +162,7 @@ def test_a_loop_that_drafts_worse_than_from_the_whole_text_is_found(right_models
     model = right_models[kind]
     own = model.drafter
     prompts = [
-        Prompt(str(seed), trained.text(seed, 12), stops=False) for seed in range(2000, 2004 if SWEEP else 2002)
+        Prompt(str(seed), trained.text(seed, 12), stops=False) for seed in range(2000, 2004 if SWEEP else 2001)
     ]
     references = [Reference(model, prompt, 48, ()) for prompt in prompts]
     passes = [r.one_pass for r in references]

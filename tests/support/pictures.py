@@ -41,9 +41,13 @@ def found_in(name):
     return RESULTS[name]()
 
 
-@functools.cache
 def drawn(name, scheme="light"):
     """Return (panel, its axes) of every picture of a result, laid out."""
+    return _drawn(name, scheme)
+
+
+@functools.cache
+def _drawn(name, scheme):
     pairs = []
     with plots.style(THEMES[scheme]):
         for panel in panels.panels(found_in(name)):

@@ -40,7 +40,7 @@ def model(checkpoint):
 
 
 def text(model, **options):
-    steps = mlx_mtp.generate_step(PROMPT, model, **{"max_tokens": 12, "adaptive": False, **options})
+    steps = mlx_mtp.generate_step(PROMPT, model, **{"max_tokens": 8, "adaptive": False, **options})
     return [token for token, *_ in steps]
 
 
@@ -49,7 +49,10 @@ def on(model, op):
 
 
 @pytest.mark.parametrize("how", sampled(["evaluate"], ["construct", "call", "evaluate"]))
-def test_a_kernel_that_fails_in_its_trial_is_off_and_in_the_next_load(checkpoint, supported_sites, how):
+def test_a_kernel_that_fails_in_its_trial_is_off_and_in_the_next_load(checkpoint, supported_sites, monkeypatch, how):
+    place = kernel_switch.place
+    two = ("add_norm", "verify_gemv")
+    monkeypatch.setattr(kernel_switch, "place", lambda model: [site for site in place(model) if site.op in two])
     want = text(mlx_mtp.load_model(checkpoint), num_draft_tokens=3)
 
     def refuses(op, template):

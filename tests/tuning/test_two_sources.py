@@ -47,7 +47,7 @@ def share(cycles, source: str, first: int = 0, end: int = TOKENS) -> float:
 BOTH = {"max_drafts": 15, "others": {"heads": 3}}
 
 
-@pytest.mark.parametrize("seed", sampled([0, 1], range(6)))
+@pytest.mark.parametrize("seed", sampled([0], range(6)))
 @pytest.mark.parametrize(
     ("block", "heads", "better"), [(0.85, 0.7, "block"), (0.3, 0.75, "heads"), (0.6, 0.95, "heads")]
 )
@@ -61,7 +61,7 @@ def test_the_better_source_is_used(block, heads, better, seed):
     assert rate > 0.9 * alone
 
 
-@pytest.mark.parametrize("seed", sampled([0, 1], range(6)))
+@pytest.mark.parametrize("seed", sampled([0], range(6)))
 def test_a_source_that_becomes_better_is_used_again(seed):
     """Blocks are right in every second third of the text only; the heads always in three of four cases."""
     third = TOKENS // 3
@@ -75,7 +75,7 @@ def test_a_source_that_becomes_better_is_used_again(seed):
     assert share(cycles, "heads", 2 * third + third // 4) > 0.8
 
 
-@pytest.mark.parametrize("seed", sampled([0, 1], range(6)))
+@pytest.mark.parametrize("seed", sampled([0], range(6)))
 def test_two_useless_sources_cost_no_more_than_one(seed):
     rate, cycles = decode(lambda at: {"block": 0.03, "heads": 0.03}, seed, **BOTH)
     assert rate > 0.97
