@@ -52,7 +52,7 @@ def test_numbers_and_logits_are_the_files_own(tmp_path, family, name):
     """Numbers to the bit, in the target and the heads, with stacked experts; MLA's kv_b_proj is dequantized."""
     kind = KINDS[name]
     path, unpacked = write(tmp_path, family, linears(kind), kind.config)
-    packed, plain = mlx_mtp.load_model(path), mlx_mtp.load_model(unpacked, lazy=True)
+    packed, plain = (mlx_mtp.load_model(each, lazy=True) for each in (path, unpacked))
     expected, found = dict(plain.named_modules()), 0
     for path, module in packed.named_modules():
         if "scales" in module:
