@@ -88,7 +88,7 @@ def of_targets(name: str, values: list, few: list | None = None):
 def test_greedy_equals_cacheless_forward(drafted, truth, length):
     mx.random.seed(length)
     prompt = mx.random.randint(0, V, (length,)).tolist()
-    for k in sampled((1, 6) if length > 1 else (0, 1), (0, 1, 6)):
+    for k in sampled((6,) if length > 1 else (0, 1), (0, 1, 6)):
         assert ours(drafted[0], prompt, 14, k, prefill_step_size=11)[0] == truth(tuple(prompt)), f"k={k}"
 
 
