@@ -72,7 +72,7 @@ def drafted(monkeypatch):
     return arrays
 
 
-def text(model, n=8, k=None, **options):
+def text(model, n=7, k=None, **options):
     return [
         t
         for t, _, _ in mlx_mtp.generate_step(
@@ -223,7 +223,7 @@ def test_a_saved_cache_fits_whatever_is_drafted_from(checkpoints, tmp_path):
             begun = text(one, n=4, prompt_cache=cache)
             mlx_mtp.save_prompt_cache(tmp_path / f"{name}.safetensors", cache)
             cache = mlx_mtp.load_prompt_cache(tmp_path / f"{name}.safetensors", following)
-            steps = mlx_mtp.generate_step(begun[-1:], following, max_tokens=4, prompt_cache=cache)
+            steps = mlx_mtp.generate_step(begun[-1:], following, max_tokens=3, prompt_cache=cache)
             assert begun + [token for token, _, _ in steps] == truth
     with pytest.raises(ValueError, match="another model"):
         mlx_mtp.load_prompt_cache(tmp_path / "step3p5.safetensors", checkpoints("mimo_v2_flash")[1])
