@@ -122,13 +122,13 @@ def test_nothing_but_zeros_or_nan(broken):
         UserWarning, match=r"model\.safetensors: MTP depth 0 holds only zeros, expected trained weights"
     ):
         mlx_mtp.load_model(broken.path)
-    for pattern in (r"(eh_proj|fc|input_proj)\.weight$", r"\.o_proj", r"(final_layernorm|norm)\.weight$"):
+    patterns = r"(eh_proj|fc|input_proj)\.weight$", r"(final_layernorm|norm)\.weight$", r"\.o_proj"
+    for pattern, (value, words) in paired(patterns, [(0.0, "only zeros"), (float("nan"), "NaN")]):
         name = broken.first(pattern)
-        for value, words in ((0.0, "only zeros"), (float("nan"), "NaN")):
-            if not value and broken.zero_centred and "norm" in name:
-                continue  # stands for ones
-            damaged = {**broken.weights, name: mx.full(broken.weights[name].shape, value)}
-            assert f"tensor {name} holds {words}, expected trained weights" in broken.message(damaged)
+        if not value and broken.zero_centred and "norm" in name:
+            continue  # stands for ones
+        damaged = {**broken.weights, name: mx.full(broken.weights[name].shape, value)}
+        assert f"tensor {name} holds {words}, expected trained weights" in broken.message(damaged)
 
 
 @in_families(3)
