@@ -22,7 +22,7 @@ PROMPT = [1, 2, 3, 4, 5, 6, 7]
 NAMES = sorted(families.FAMILIES)
 
 
-def text(model, k=2, n=8):
+def text(model, k=2, n=6):
     return [t for t, _, _ in mlx_mtp.generate_step(PROMPT, model, max_tokens=n, num_draft_tokens=k, adaptive=False)]
 
 
@@ -48,7 +48,7 @@ def drafted_as_built(tmp_path_factory):
     @functools.cache
     def build(name):
         path, weights, _ = families.build(name, tmp_path_factory.mktemp("usual"))
-        return path, weights, drafted(mlx_mtp.load_model(path))
+        return path, weights, drafted(mlx_mtp.load_model(path, lazy=True))
 
     return build
 
@@ -77,7 +77,7 @@ def test_without_heads_it_warns_and_decodes(tmp_path, name):
     with pytest.warns(UserWarning, match="no MTP heads found"):
         model = mlx_mtp.load_model(path)
     found = text(model, k=0)
-    assert found == tiny.greedy(plain, PROMPT, 8, found)
+    assert found == tiny.greedy(plain, PROMPT, 6, found)
 
 
 @pytest.mark.parametrize("name", sampled(NAMES[::2], NAMES))
@@ -124,7 +124,7 @@ def test_prefixes_of_unnumbered_heads(tmp_path, drafted_as_built, name, prefix):
     path, weights, usual = drafted_as_built(name)
     moved = {(prefix + n[4:] if n.startswith("mtp.") else n): w for n, w in weights.items()}
     other = tiny.save(tmp_path / "b", json.loads((path / "config.json").read_text()), moved)
-    assert_alike(drafted(mlx_mtp.load_model(other)), usual)
+    assert_alike(drafted(mlx_mtp.load_model(other, lazy=True)), usual)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def qwen(tmp_path_factory):
 def test_overrides_change_drafts_only(qwen, field):
     path, usual, expected = qwen
     value = {"capture": "pre", "feedback": "pre", "fuse": "he"}[field]
-    changed = mlx_mtp.load_model(path, mtp_overrides={field: value})
+    changed = mlx_mtp.load_model(path, mtp_overrides={field: value}, lazy=True)
     assert getattr(changed.spec, field) == value
     assert text(changed) == expected
     hidden = mx.random.normal((1, 3, families.H))
@@ -166,7 +166,7 @@ def test_unknown_overrides_are_refused(tmp_path):
 def test_attention_that_cannot_be_quantized_is_refused(tmp_path, name, option):
     path, _, _ = families.build(name, tmp_path)
     with pytest.raises(ValueError, match=f"^{option}=8: not with (multi-head latent attention|attention sinks)"):
-        mlx_mtp.make_prompt_cache(mlx_mtp.load_model(path), **{option: 8})
+        mlx_mtp.make_prompt_cache(mlx_mtp.load_model(path, lazy=True), **{option: 8})
 
 
 def blocks_of_fp8(weight: mx.array) -> tuple[mx.array, mx.array]:
@@ -186,7 +186,7 @@ def test_fp8_heads(tmp_path, name):
             stored[name], stored[name + "_scale_inv"] = packed, scale
             numbers = mx.from_fp8(packed, dtype=mx.float32) * scale
             rounded[name] = numbers.astype(mx.bfloat16) if w.shape[1] % 32 else numbers
-    expected = mlx_mtp.load_model(tiny.save(tmp_path / "b", config, rounded))
+    expected = mlx_mtp.load_model(tiny.save(tmp_path / "b", config, rounded), lazy=True)
     model = mlx_mtp.load_model(tiny.save(tmp_path / "c", config, stored))
     *found, parameters = drafted(model)
     assert_alike((*found, unpacked(parameters)), drafted(expected))
