@@ -51,7 +51,7 @@ def test_families_without_heads(name, tmp_path):
         tensors["rope_freqs.weight"] = gguf_files.llama3_factors(scaling, config["head_dim"])
     file = gguf_files.write(tmp_path / "x.gguf", arch, metadata(arch, config, 0), tensors)
     transcode(prepare(file), tmp_path / "new")
-    ours, hub = mlx_mtp.load_model(tmp_path / "new"), mlx_mtp.load_model(directory, lazy=True)
+    ours, hub = (mlx_mtp.load_model(path, lazy=True) for path in (tmp_path / "new", directory))
     same_parameters(ours, hub)
     (tokens, found, _), (expected, logits, _) = drafted(ours), drafted(hub)
     assert tokens == expected
@@ -63,7 +63,7 @@ def test_loads_as_the_checkpoint_it_was_made_from(name, tmp_path):
     directory, config, weights = checkpoint(name, tmp_path / "hub")
     file = written(name, tmp_path / "x.gguf", config, weights)
     transcode(prepare(file), tmp_path / "new")
-    ours, hub = mlx_mtp.load_model(tmp_path / "new"), mlx_mtp.load_model(directory, lazy=True)
+    ours, hub = (mlx_mtp.load_model(path, lazy=True) for path in (tmp_path / "new", directory))
     same_parameters(ours, hub)
     (tokens, found, right), (expected, logits, rights) = drafted(ours), drafted(hub)
     assert (tokens, right) == (expected, rights)
