@@ -39,9 +39,7 @@ def accepted(demo: tuple[Any, Any], *, count: int, features: bool, seed: int = 0
     rng, drafted, right, texts = random.Random(seed), 0, 0, []
     known = picture_rows._stored if features else lambda model, cache, place: None
     for _ in range(count):
-        scene = scenes.draw_scene(rng)
-        image = scenes.render(scene, 96, 96, rng)
-        question, _ = scenes.ask(scene, rng)
+        image, question, _ = scenes.draw_question(rng)
         parts = [{"type": "image"}, {"type": "text", "text": question}]
         prompt = tokenizer.apply_chat_template([{"role": "user", "content": parts}], add_generation_prompt=True)
         with mock.patch.object(picture_rows, "_stored", known):

@@ -4,11 +4,10 @@
 
 All loops prefill the same text except its last token and continue from there, in a different order in each round. A
 speed is the number of tokens over the time from that last token on, because mlx-lm yields a token when the next one
-is
-nearly computed. A ratio compares two turns of one round; medians and quartiles are shown. Ours is as fast as mlx-lm's
-if its median is at least 1, or within the quartiles of the second turn of mlx-lm's loop. A model with too few
-positions
-is given more: its text is then worthless, but not slower. The last line is one JSON object.
+is nearly computed. A ratio compares two turns of one round. Shown are the median of a loop's ratios with its 95%
+interval, from a seeded bootstrap over the rounds, and the quartiles. Ours is as fast as mlx-lm's if its median is at
+least 1, or within the quartiles of the second turn of mlx-lm's loop. A model with too few positions is given more:
+its text is then worthless, but not slower. The last line is one JSON object, with the ratios and all seconds.
 """
 
 import copy
@@ -19,6 +18,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 import mlx.core as mx
@@ -33,6 +33,7 @@ from mlx_mtp.bench.subject import reset_costs
 from mlx_mtp.demo import demo_path
 
 WARMUPS = 3
+DRAWS = 2000  # of the bootstrap
 
 
 def with_positions(path: Path, positions: int, to: Path) -> Path:
@@ -76,11 +77,35 @@ def turn(reader: Reader) -> float:
     return seconds
 
 
-def ratios(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Return lower quartile, median and upper quartile of each loop's speed relative to the first loop's."""
+class Ratio(NamedTuple):
+    """A loop's speed relative to the first loop's, over all rounds.
+
+    interval: of the median, 95%, by a bootstrap. quartiles: the lower and the upper one.
+    """
+
+    median: float
+    interval: tuple[float, float]
+    quartiles: tuple[float, float]
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"{self.median:.3f}x [{low:.3f}, {high:.3f}] ({self.quartiles[0]:.2f} to {self.quartiles[1]:.2f})"
+
+
+def ratios(seconds: dict[str, list[float]]) -> dict[str, Ratio]:
+    """Return the `Ratio` of each loop but the first. seconds: of each loop by round."""
     first, *others = seconds
     pairs = {name: [a / b for a, b in zip(seconds[first], seconds[name], strict=True)] for name in others}
-    return {name: statistics.quantiles(values, n=4) for name, values in pairs.items()}
+    return {name: ratio_of(values) for name, values in pairs.items()}
+
+
+def ratio_of(values: list[float]) -> Ratio:
+    """Return the `Ratio` of the quotients of all rounds, at least two; the same for the same values."""
+    low, median, high = statistics.quantiles(values, n=4)
+    rng = random.Random(0)
+    drawn = [statistics.median(rng.choices(values, k=len(values))) for _ in range(DRAWS)]
+    cuts = statistics.quantiles(drawn, n=40)  # at 2.5%, 5%, ... 97.5%
+    return Ratio(median, (cuts[0], cuts[-1]), (low, high))
 
 
 @click.command()
@@ -91,19 +116,24 @@ def ratios(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
 @click.option("--out", type=click.Path(path_type=Path), help="Write the JSON there too.")
 def main(model: str, contexts: str, rounds: int, max_tokens: int, out: Path | None) -> None:
     """Compare plain and default decoding with mlx-lm's loop, and that loop with itself."""
-    lengths, found = [int(context) for context in contexts.split(",")], {}
+    lengths, found, compared = [int(context) for context in contexts.split(",")], {}, {}
     with tempfile.TemporaryDirectory() as folder:
         ours, tokenizer = mlx_mtp.load(with_positions(Path(model), max(lengths) + max_tokens, Path(folder)))
     reset_costs(ours)
     theirs = twin(ours)
     loops = [MlxLm(theirs), MlxLm(theirs, "mlx-lm again"), Ours(ours, "plain", 0), Ours(ours, "default flags", None)]
-    table = Table("context", *(loop.name for loop in loops[1:]), title="tokens/s over mlx-lm's loop (quartiles)")
+    table = Table(
+        "context",
+        *(loop.name for loop in loops[1:]),
+        title="tokens/s over mlx-lm's loop: median [95% interval] (quartiles)",
+    )
     for context in lengths:
         found[context] = measure(loops, text_of(tokenizer, context), LoopSettings(max_tokens), rounds)
-        quartiles = ratios(found[context]).values()
-        table.add_row(str(context), *(f"{median:.2f}x ({low:.2f} to {high:.2f})" for low, median, high in quartiles))
-    Console(width=110).print(table)
-    line = json.dumps({"environment": environment(), "model": Path(model).name, "seconds": found})
+        compared[context] = ratios(found[context])
+        table.add_row(str(context), *map(str, compared[context].values()))
+    Console(width=130).print(table)
+    each = {context: {name: ratio._asdict() for name, ratio in row.items()} for context, row in compared.items()}
+    line = json.dumps({"environment": environment(), "model": Path(model).name, "ratios": each, "seconds": found})
     print(line)
     if out:
         out.write_text(line + "\n")

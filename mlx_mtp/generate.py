@@ -18,7 +18,8 @@ from mlx_lm.generate import BatchResponse
 from mlx_lm.generate import GenerationResponse as MLXResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .batch.generator import BatchGenerator, for_each
+from .batch.arguments import for_each
+from .batch.generator import BatchGenerator
 from .batch.sequence import Response
 from .cache.prompt_cache import PromptCache, make_prompt_cache
 from .decoding import options as checked
@@ -145,7 +146,7 @@ def stream_generate(
 ) -> Iterator[GenerationResponse]:
     """Yield GenerationResponses (text segment, token, speeds, stats) for a prompt of text or token ids.
 
-    The tokenizer's end-of-text tokens always end it. The last response has finish_reason "stop" or "length". Raises
+    The tokenizer's end-of-text tokens also end a text. The last response has finish_reason "stop" or "length". Raises
     ValueError as `generate_step` does, and for images that cannot be opened or read, at the call. More options:
     images: paths, bytes of files, `data:` URLs or images of Pillow, one for each mark of a picture in the prompt; if
         it has no mark, the pictures come before its text. image: the same, as in mlx_vlm; both take one or a list.
@@ -246,9 +247,9 @@ def batch_generate(
 ) -> BatchResponse:
     """Generate a text for each prompt, decoded in one batch, with mlx_lm's arguments and response.
 
-    prompts: texts or token ids. prompt_caches: one per prompt, whose tokens it continues; they stay unchanged.
-    max_tokens: one number for all prompts, or one per prompt. verbose: print the number of finished texts.
-    return_token_ids, return_logprobs: a list per prompt, in their order, without the stop token. Other options are
+    prompts: texts or token ids. prompt_caches: one per prompt, which the prompt continues; they stay unchanged.
+    max_tokens: one number, or one per prompt. verbose: print the number of finished texts. return_prompt_caches,
+    return_token_ids, return_logprobs: return each prompt's cache, and lists without the stop token. Other options are
     those of `BatchGenerator`; `images`: for each prompt its images as in `stream_generate`, or None; `resize_shape`.
     """
     checked.check_names(options)

@@ -18,7 +18,7 @@ from .cache.prompt_cache import PromptCache, make_prompt_cache
 from .cache.prompt_prefix import shared
 from .checkpoint.chat_template import encode_messages, pictures_of
 from .decoding.buffer_count import KEPT_SNAPSHOTS
-from .decoding.memory_needs import check_prompt, within
+from .decoding.memory_needs import check_prompt, stated_positions, within
 from .decoding.options import cache_options, default_chunk, default_draft_tokens
 from .decoding.stats import Stats
 from .generate import GenerationResponse, generate_step, stream_generate
@@ -149,8 +149,8 @@ class ChatSession:
     def _adopt(self, cache: PromptCache, system_prompt: str | None) -> str | None:
         """Use the prompt and template_config of a given cache; return its system prompt.
 
-        Of an empty cache without them, nothing is used, and `system_prompt` is returned. If any cache has fewer heads
-        than the model, drafts per cycle are limited to their number. Raises ValueError as `__init__` states.
+        Of an empty cache without them, nothing is used, and `system_prompt` is returned. If the cache, empty or not,
+        has fewer heads than the model, drafts per cycle are limited to their number. Raises as `__init__`.
         """
         if len(cache.heads) < len(self.model.head_windows()):
             self.num_draft_tokens = min(self.num_draft_tokens, len(cache.heads))
@@ -170,7 +170,7 @@ class ChatSession:
     @property
     def positions(self) -> int | None:
         """The maximum tokens of a conversation: the model's, or `max_context` if it is less; None without either."""
-        limits = (getattr(self.model.args, "max_position_embeddings", None), self.options.get("max_context"))
+        limits = (stated_positions(self.model), self.options.get("max_context"))
         return min((limit for limit in limits if limit), default=None)
 
     def change(self, **options: Any) -> None:
@@ -278,7 +278,9 @@ class ChatSession:
         first, rest, total = prompt[reused:end], prompt[max(end, reused) :], len(prompt) - reused
         self._intact = True  # the check does not write to the caches
         if self.options.get("max_tokens") == -1 and self.positions and len(prompt) >= self.positions:
-            raise ValueError(f"the conversation has {len(prompt)} tokens; allowed are at most {self.positions - 1}")
+            why = "one less than the maximum of the model or max_context; start a new conversation"
+            allowed = f"allowed are at most {self.positions - 1}, {why}"
+            raise ValueError(f"the conversation has {len(prompt)} tokens; {allowed}")
         self._check_memory(total)
         self._intact = False
         options: dict[str, Any] = {**self.options, "pictures": pictures}

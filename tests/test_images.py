@@ -10,7 +10,9 @@ from picture_requests import noise, url_of
 from PIL import Image
 
 import mlx_mtp
+from mlx_mtp.cache.prompt_prefix import PromptPrefix
 from mlx_mtp.pictures.image import open_image
+from mlx_mtp.pictures.place import pictures_as_json
 from mlx_mtp.pictures.rows import Picture
 from mlx_mtp.session import ChatSession
 
@@ -43,7 +45,7 @@ def test_every_kind_of_source_is_the_same_picture(model, tmp_path):
     assert expected != text_of(model, "What?", images=[B])
     for kind, source in forms_of(A, tmp_path).items():
         assert text_of(model, "What?", images=[source]) == expected, kind
-        assert text_of(model, "What?", image=source) == expected, kind
+    assert text_of(model, "What?", image=A) == expected
     assert text_of(model, "What?", images=[open_image(A)]) == expected
 
 
@@ -53,6 +55,14 @@ def test_pictures_come_at_their_marks_or_before_the_text(model):
     ids = model[1].encode(f"a{MARK}b")
     assert text_of(model, ids, images=A) == text_of(model, f"a{MARK}b", images=A)
     assert text_of(model, mx.array(ids), images=A) == text_of(model, ids, images=A)
+
+
+def test_pictures_without_marks_come_after_the_token_that_begins_texts(tmp_path):
+    begins = mlx_mtp.load(seeing.build(tmp_path)[0])
+    begins[1]._tokenizer.bos_token = bos = "<|im_start|>"
+    for before in (bos, ""):
+        expected = text_of(begins, f"{before}{MARK}{MARK}What?", images=[A, B])
+        assert text_of(begins, f"{before}What?", images=[A, B]) == expected
 
 
 @pytest.mark.parametrize(
@@ -137,6 +147,17 @@ def test_a_taken_back_picture_is_out_of_the_conversation(model):
     assert session.turn.prompt_tokens == length - picture.rows - 2
     session.take_back()
     assert answer_of(session, "What?", [picture]) == first
+
+
+def test_the_last_pictures_are_without_those_of_a_given_cache(model):
+    vision, cache = model[0].vision, mlx_mtp.make_prompt_cache(model[0])
+    kept, new = (vision.picture(open_image(data)) for data in (A, B))
+    cache.prefix = PromptPrefix("See. ", images=pictures_as_json([kept]))
+    session = ChatSession(*model, max_tokens=3, prompt_cache=cache)
+    answer_of(session, "What?", [kept])
+    assert session.last_pictures == (kept,)
+    answer_of(session, "And?", [new])
+    assert session.last_pictures == (new,)
 
 
 def test_a_mark_in_a_message_or_an_answer_is_text(model):

@@ -84,7 +84,7 @@ def test_a_seed_gives_a_samplers_text_for_every_k(tiny_models, options):
 
     def draw(k, before=7, **more):
         mx.random.seed(before)
-        steps = mlx_mtp.generate_step([1, 2, 3], model, max_tokens=16, num_draft_tokens=k, **{**options, **more})
+        steps = mlx_mtp.generate_step([1, 2, 3], model, max_tokens=10, num_draft_tokens=k, **{**options, **more})
         found = tuple(token for token, *_ in steps)
         return found, mx.random.uniform().item()
 
@@ -102,6 +102,10 @@ def test_caches_of_mlx_lms_making(demo):
     mlx_mtp.generate(model, tokenizer, PROMPT, max_tokens=12, prompt_cache=caches)
     (cache,) = caches
     held = list(cache.tokens)
+    for each in (cache, mlx_mtp.make_prompt_cache(model)):
+        with pytest.raises(ValueError, match=r"^n=-1: allowed is 0 or more"):
+            each.trim(-1)
+        assert each.trim(0) == 0
     for n in (2, 9):
         assert mlx_lm_caches.can_trim_prompt_cache(caches)
         assert mlx_lm_caches.trim_prompt_cache(caches, n) == n

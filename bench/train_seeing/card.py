@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 
 from . import scenes
+from .answers import COUNT
 
 EXAMPLE = (scenes.Thing("square", "red", "left"), scenes.Thing("circle", "blue", "right"))
 
@@ -23,12 +24,16 @@ triangle?", or with two pictures "Compare the two pictures." Other questions and
 
 Trained by `python -m bench.train_seeing.train` on a CPU: {steps} updates of 32 texts in {minutes:.0f}
 minutes on one core of a busy machine. Of the tokens of the last 100 updates {model} were right, of the
-drafts {depths} at depths 1 and 2. Licence: MIT.
+drafts {depths} at depths 1 and 2. Of the answers about {count} other drawn pictures {answers} were right
+in every word. Licence: MIT.
 """
 
 
-def write(out: Path, *, parameters: int, steps: int, minutes: float, right: list[float]) -> None:
-    """Write README.md and example.png. right: shares of right tokens of the model and of each depth of drafts."""
+def write(out: Path, *, parameters: int, steps: int, minutes: float, right: list[float], answers: int) -> None:
+    """Write README.md and example.png.
+
+    right: shares of right tokens of the model and of each depth of drafts. answers: as `right_answers` returns.
+    """
     scenes.render(EXAMPLE, 128, 96, random.Random(1)).save(out / "example.png")
     model, *depths = (f"{100 * share:.0f}%" for share in right)
     text = CARD.format(
@@ -38,5 +43,7 @@ def write(out: Path, *, parameters: int, steps: int, minutes: float, right: list
         minutes=minutes,
         model=model,
         depths=" and ".join(depths),
+        count=COUNT,
+        answers=answers,
     )
     (out / "README.md").write_text(text)

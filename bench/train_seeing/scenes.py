@@ -94,6 +94,13 @@ def ask(scene: Scene, rng: random.Random) -> tuple[str, str]:
     return rng.choice(questions)
 
 
+def draw_question(rng: random.Random) -> tuple[Image.Image, str, str]:
+    """Return a picture of 96 x 96 pixels, a question about it, and its answer."""
+    scene = draw_scene(rng)
+    image = render(scene, 96, 96, rng)
+    return image, *ask(scene, rng)
+
+
 def compare(scenes: list[Scene], rng: random.Random) -> tuple[str, str]:
     """Return a question about two pictures, and its answer."""
     first, second = scenes

@@ -20,6 +20,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from mlx_mtp.pictures.rows import Picture, places_in, positions_of
 
 from . import card, scenes
+from .answers import right_answers
 from .checkpoint import PREPROCESSOR, config_of, make_tokenizer
 from .network import Seeing, loss_of
 
@@ -120,7 +121,8 @@ def main(out: Path, steps: int, seed: int, resume: bool) -> None:
             save(model, out, before + step, minutes)
     parameters = sum(value.numel() for value in model.tensors().values())
     right = np.mean(shares[-100:], axis=0)[1:].tolist()
-    card.write(out, parameters=parameters, steps=before + steps, minutes=minutes, right=right)
+    figures = {"steps": before + steps, "minutes": minutes, "right": right, "answers": right_answers(out)}
+    card.write(out, parameters=parameters, **figures)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from .sequence import Sequence
 
 
 class Admission:
-    """Decides whether a queued sequence can start: if memory fits every slot at the length of the longest sequence.
+    """Decides whether a queued sequence can start: if all slots fit in memory, each as long as the longest sequence.
 
     ignore: admit every sequence. replayed: round the number of slots up as recorded cycles do.
     """
@@ -24,8 +24,8 @@ class Admission:
     def admits(self, sequence: Sequence, active: list[Sequence]) -> bool:
         """Return whether a sequence can start next to the active ones.
 
-        Always with `ignore`, as the only sequence, and if all slots have at most UNCHECKED positions in sum. A
-        refusal of this sequence holds until the active sequences change.
+        Always True with `ignore`, without active sequences, and if all slots have at most UNCHECKED positions in sum.
+        A refusal of this sequence holds until the active sequences change.
         """
         longest, slots = max(s.max_positions for s in (sequence, *active)), len(active) + 1
         slots = slots_for(slots) if self.replayed else slots

@@ -21,7 +21,8 @@ class Controls:
     """One control per number of sequences and limits of drafts: a draft's cost depends on the other rows of the pass.
 
     adaptive: choose the number of drafts by measured costs, else always the maximum. p_min: whether plans with p_min
-    can be chosen, if not adaptive always. replayed: cycles are replayed, which costs less than building them.
+    can be chosen; if not adaptive, all plans with drafts of the model's drafter then have it. replayed: cycles are
+    replayed, which costs less than building them.
     """
 
     def __init__(self, model: Target, *, adaptive: bool, p_min: bool = False, replayed: bool = False):
@@ -31,8 +32,9 @@ class Controls:
     def control(self, sequences: int, k: int, max_lookup: int = 0, masked: bool = False) -> Control:
         """Return the control of cycles of `sequences` sequences with at most k drafts, or max_lookup of a lookup.
 
-        masked: whether a sequence has a grammar. Equal arguments return the same object. It is Fixed if not adaptive,
-        or without any drafts. On a GPU adaptive cycles of several sequences have at most MOST_ON_GPU drafts.
+        masked: whether a sequence has a grammar. Equal arguments return the same object. The control is Fixed if not
+        adaptive, or if k and max_lookup are 0. On a GPU adaptive cycles of several sequences have at most MOST_ON_GPU
+        drafts.
         """
         if self.adaptive:
             k, max_lookup = (min(each, most_together(sequences)) for each in (k, max_lookup))
@@ -47,7 +49,7 @@ class Controls:
     def _controller(self, sequences: int, k: int, how: dict[str, Any]) -> Controller:
         """Return a controller that starts with the model's costs of this number of sequences, or the nearest number.
 
-        Its own costs replace those of this number in the model.
+        The controller's costs, which it continues to update, become the model's costs of this number.
         """
         costs = learned(self.model)
         known = costs.together_replayed if self.replayed else costs.together
@@ -85,7 +87,7 @@ def outcome(
     matched: int = 0,
     context: int = 0,
 ) -> Cycle:
-    """Return a pool's cycle as the mean of its sequences.
+    """Return a pool's cycle as a `Cycle` whose counts are means over its sequences.
 
     accepted: the fields of `Accepted` of each sequence. verified: drafts per sequence. The other arguments are fields
     of `Cycle`.

@@ -23,6 +23,7 @@ from ..layers.target import Target
 from ..machine.stream import in_turn
 from ..tuning.kernel_switch import switch_on_for_batches
 from .admission import Admission
+from .arguments import columns_of
 from .control import Controls
 from .places import Places
 from .sequence import PromptResponse, Response, Sequence, first_tokens
@@ -141,7 +142,7 @@ class BatchGenerator:
         generator's value. logprobs: whether responses contain them. stats: a `Stats` to fill, one per prompt.
         grammars: of `mlx_mtp.grammar`, made with `tokenizer=`. pictures: lists of the `Picture`s whose `tokens` are
         in the prompt; those that its cache has read may be left out. A None in a list means no processors, stop
-        sequences, grammar or pictures, this generator's sampler, seed or num_draft_tokens, a new cache or `Stats`.
+        sequences, grammar or pictures, a new cache or `Stats`, and of the other arguments this generator's value.
         Raises ValueError for an invalid argument of any prompt; none of the prompts is then queued.
         """
         given = {
@@ -160,7 +161,7 @@ class BatchGenerator:
         }
         _check_prompts(segments)
         n = len(segments)
-        columns = {name: for_each(name, values, own, n) for name, (values, own) in given.items()}
+        columns = columns_of(given, n)
         columns.pop("all_tokens")
         columns["samplers"] = [sampler or self.sampler for sampler in columns["samplers"]]
         _check_stats(self.settings.stats, columns["stats"])
@@ -226,8 +227,8 @@ class BatchGenerator:
     def extract_cache(self, uids: Any) -> dict[int, tuple[PromptCache, list[int]]]:
         """Return by uid a copy of each sequence's cache, and the tokens in it; the sequences continue.
 
-        An active sequence's has all its tokens but the last, a queued one's those prefilled so far. uids: None for
-        all; unknown or finished ones are left out.
+        The cache of an active sequence has all its tokens but the last, that of a queued one those prefilled so far.
+        uids: None for all; unknown or finished ones are left out.
         """
         found = {}
         for sequence in self._sequences(uids):
@@ -239,7 +240,7 @@ class BatchGenerator:
     def remove(self, uids: Any, return_prompt_caches: bool = False) -> dict[int, tuple[PromptCache, list[int]]]:
         """Cancel sequences; return {}, or with return_prompt_caches what `extract_cache` returns for them.
 
-        uids: a collection; unknown and finished ones are ignored. Their errors that were not raised yet are dropped.
+        uids: a collection; unknown and finished ones are ignored. Errors of these uids not raised yet are dropped.
         """
         caches = self.extract_cache(uids) if return_prompt_caches else {}
         for sequence in self._sequences(uids):
@@ -320,20 +321,6 @@ class BatchGenerator:
         if not sequence.finished:
             self._places.activate(sequence, run)
         return sequence.attach_cache(responses)
-
-
-def for_each(name: str, values: Any, own: Any, n: int) -> list[Any]:
-    """Return an argument's values for n prompts: `values`, or n times `own` if it is None or empty.
-
-    Raises ValueError for a string, a value without a length, or another length than n and 0.
-    """
-    if values is None:
-        return [own] * n
-    if not hasattr(values, "__len__") or isinstance(values, str):
-        raise ValueError(f"{name}={values!r}: expected a list, with one entry for each of {n} prompts")
-    if len(values) not in (0, n):
-        raise ValueError(f"{name}: {len(values)} of them, expected one for each of {n} prompts")
-    return list(values) or [own] * n
 
 
 def _check_stats(whole: Stats, each: list[Stats | None]) -> None:

@@ -46,7 +46,7 @@ class Group:
     pending: sequences that join with the next cycle. last: the cycle that was submitted last.
     unread: hidden rows of plain cycles for the sequences in `readers`, by row, which have not received them.
     Of the cycle being built: joining: its new sequences. marks: of caches before their heads are prefilled.
-    drafts_evaluated: whether its drafts were, so that the drafter's caches have been written.
+    drafts_evaluated: whether its drafts were evaluated, so that the drafter's caches have been written.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class Group:
         self.lone_cycles = 0
 
     def cycle(self) -> list[Response]:
-        """Complete the submitted cycle (the first call submits one), submit the next, return the former's tokens.
+        """Complete the submitted cycle, submit the next one, and return the tokens of the completed cycle.
 
-        After a refused kernel or a failed graph the pool is rebuilt; [] if the completed cycle was lost with it.
-        Raises what `Fallback.take` raises.
+        The first call submits a cycle before that. After a refused kernel or a failed graph the pool is rebuilt; []
+        if the completed cycle was lost with it. Raises what `Fallback.take` raises.
         """
         self.clock.resume()
         responses: list[Response] = []
@@ -144,7 +144,7 @@ class Group:
     def finish(self) -> tuple[list[Response], Waiting]:
         """Complete the submitted cycle and empty the pool, to decode elsewhere; no sequence may be pending.
 
-        Returns its tokens, and the unfinished sequences; ([], []) if the cycle failed: they stay in the group.
+        Returns its tokens, and (sequence, run of its newest row) of unfinished ones; ([], []) if it failed: all stay.
         """
         assert self.last
         assert not self.pending
@@ -159,7 +159,7 @@ class Group:
         return responses, leaving
 
     def _leave(self, cycle: PoolCycle) -> Waiting:
-        """Copy unfinished sequences' caches out of the pool after a read cycle; return each with its newest row."""
+        """Copy unfinished sequences' caches from the pool after a read cycle; return each with its last row's Run."""
         leaving = []
         for row, sequence in enumerate(cycle.rows):
             if sequence and not sequence.finished:
@@ -227,13 +227,13 @@ class Group:
         return new
 
     def _misses_many(self, pool: Pool, k: int) -> bool:
-        """Return whether the drafter must read the rows that it misses before a step with k + 1 more."""
+        """Return whether the drafter must read the rows that it misses before a step with k drafts."""
         return misses_too_many(pool, 1 + k + max(1, chained_caches(self.model, len(pool.heads))))
 
     def _unread_rows(self, pool: Pool, active: list[Sequence]) -> int:
         """Return the number of rows that the drafter must read before it drafts.
 
-        Per sequence if its caches are in the pool; else the sum over sequences, of each at most its cache's reach.
+        Of each sequence, if the pool has the drafter's caches; else in sum, of each sequence at most its `reach`.
         """
         if pool.has_heads or self.drafter is None:
             return len(pool.missed)

@@ -49,8 +49,8 @@ class Places:
     def cycle(self) -> list[Response]:
         """Run one cycle of every sequence, move sequences between loop and pool, and return the tokens.
 
-        An error of a sequence's own sampler or processor, and any of a lone one's cycle, is stored in the sequence;
-        others are raised. Finished sequences are then no longer held.
+        An error of a sequence's own sampler, processor or grammar, and any of a lone sequence's cycle, is stored in
+        the sequence; others are raised. Finished sequences are dropped at the end.
         """
         responses = []
         for lone in self.lone:

@@ -148,7 +148,8 @@ class Steps:
         """Evaluate a cycle's drafts, which writes the drafter's caches; build the rest of the step.
 
         With a grammar that is the target's pass and, unless `choose_late`, the choice of tokens; else the verify.
-        Every sequence has as many drafts verified as the one with the most before its first improbable one.
+        The number of drafts verified is the same for all sequences: the maximum, over them, of the number of drafts
+        before a sequence's first improbable one.
         """
         tic = time.perf_counter()
         drafts = new.drafts.first(evaluated(new.drafts.sure, self.p_min))
@@ -167,7 +168,8 @@ class Steps:
     def with_forced(self, last: PoolCycle, new: PoolCycle) -> PoolCycle:
         """Return the cycle after `last`, which was read: `new`, or one with drafts of grammars (`Matcher.drafts`).
 
-        It is `new` if no grammar forces a draft, or if building it changed the pool's sequences or heads.
+        It is `new` if no grammar forces a draft, if the control keeps the plan, or if building `new` changed the
+        pool's sequences or heads.
         """
         if not new.same or last.after is None:
             return new

@@ -13,7 +13,7 @@ MOST_MISSED = 8  # maximum rows that paused heads in a pool may miss: their ring
 
 
 def misses_too_many(pool: Pool, more: int) -> bool:
-    """Return whether a drafter misses MOST_MISSED or more rows per sequence, or too many for a call with `more`."""
+    """Return whether a drafter misses at least MOST_MISSED rows of a sequence, or too many to read with `more`."""
     return len(pool.missed) >= MOST_MISSED or len(pool.missed) + more > CALL_ROWS
 
 
@@ -30,8 +30,9 @@ def with_missed(pool: Pool, run: Run) -> Run:
 def merged(run: Run | None, firsts: list[Run], index: mx.array) -> Run:
     """Return the run of old and new sequences in the order of `index`, int32 [n].
 
-    run: of the old sequences, None without any. firsts: the new ones' runs of one row, which are padded to its size.
-    An index below the number of rows of `run`, free slots included, is one of them; later ones number `firsts`.
+    run: of the old sequences, None without any. firsts: the new sequences' runs of one row, which are padded to the
+    size of `run`. An index below the number n of sequences in `run`, free slots included, is one of these; n + i is
+    item i of `firsts`.
     """
     size = run.size if run else 1
     wide = partial(mx.pad, pad_width=[(0, 0), (0, size - 1)])

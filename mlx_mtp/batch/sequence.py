@@ -75,7 +75,7 @@ class Sequence:
         return self.history.exact()
 
     def max_drafts(self, source: str) -> int:
-        """Return the maximum number of drafts that it accepts from a source of drafts."""
+        """Return the maximum number of drafts that this sequence accepts from a source, by its name in plans."""
         matcher = self.picker.matcher
         if source == "grammar":
             return matcher.most if matcher else 0
@@ -107,7 +107,7 @@ class Sequence:
     def attach_cache(self, responses: list[Response]) -> list[Response]:
         """Return the responses. If the sequence is finished, the last one gets its cache, which must be at rest.
 
-        The response is changed in place; a finished sequence must have one.
+        The response is changed in place; for a finished sequence `responses` must not be empty.
         """
         if self.finished:
             responses[-1].prompt_cache, responses[-1].all_tokens = self.cache, list(self.cache.tokens)

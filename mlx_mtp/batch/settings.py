@@ -55,7 +55,7 @@ class Settings:
         **sampling: Any,
     ):
         if unknown := sorted(sampling.keys() - set(SAMPLING)):
-            raise TypeError(f"{unknown[0]}: not an option of a batch")
+            raise TypeError(f"{unknown[0]}: not an option of a batch; leave it out")
         sampling["xtc_special_tokens"] = tuple(sampling.get("xtc_special_tokens", ()))
         self.model, self.chunk, self.sampling = model, chunk, Sampling(**sampling)
         self.sampling.validate(model.vocab_size)
@@ -92,7 +92,7 @@ class Settings:
 
         sampler, seed, k: None gives this batch's own value. cache, stats: None gives a new one; processors, stops,
         grammar, pictures: none. A given cache is copied. Empty segments are skipped; at least one must have tokens.
-        Raises ValueError for an invalid argument, such as a grammar without a tokenizer, or low memory.
+        Raises ValueError for an invalid argument, such as a grammar without a tokenizer, or if memory is too small.
         """
         seeing = self.model.vision is not None
         pieces = [checked.token_ids(p, self.model.vocab_size, pictures=seeing) for p in segments if len(p)]

@@ -122,9 +122,10 @@ class Weighed(Timer):
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Time the block as part of a phase; then add the bytes of the distinct experts of each product in `visits`.
+        """Time the block as part of `name`; then add the bytes of the distinct experts of each product in `visits`.
 
-        That is then cleared. While a phase is built neither is done.
+        `visits` is then cleared. For a name that begins with "build" the block is only timed: the products that are
+        built in it count for the phase that evaluates them.
         """
         with super().during(name):
             yield
@@ -155,7 +156,7 @@ def bytes_read(work: Workload) -> dict[str, float]:
 def dense_bytes(model: Any, k: int) -> tuple[int, int]:
     """Return the bytes of weights that a pass of the target reads, and that k drafts of its heads read.
 
-    Experts and embedding rows are excluded.
+    Experts and embedding rows are excluded. The second number is 0 if the model's `drafter` is not None.
     """
     modules = [(name, m) for name, m in model.named_modules() if not isinstance(m, (*EXPERTS, *EMBEDDINGS))]
     unembedding = model.unembedding()
@@ -230,10 +231,10 @@ def trace_paths(path: Path, cycles: int) -> list[Path]:
 def check_capture(phase: str, path: Path, cycles: int) -> None:
     """Raise ValueError if Metal cannot write traces: no GPU, not enabled, another suffix, or a file that exists.
 
-    Also for several cycles of a prefill.
+    ValueError also for more than one cycle of the phase "prefill", which runs once.
     """
     if not mx.metal.is_available():
-        raise ValueError(f"capture={phase}: needs a Metal GPU, and this machine has none")
+        raise ValueError(f"capture={phase}: needs a Metal GPU, and this machine has none; capture on a Mac")
     if os.environ.get(VARIABLE) != "1":
         raise ValueError(f"capture={phase}: Metal captures only if the environment has {VARIABLE}=1; set it")
     if path.suffix != ".gputrace":

@@ -64,8 +64,8 @@ class CompileCheck:
     def run(self, progress: Callable[[str, int, int], None]) -> Found:
         """Compile the texts, except those with types that the device lacks; return the report, ready for JSON.
 
-        It is written in any case. progress: called before each text with its kernel, the number done and the total.
-        Raises ValueError if a child does not start or there is no compiler.
+        The report is written to `file` even after an error. progress: called before each text with its kernel, the
+        number done and the total. Raises ValueError if a child does not start or there is no compiler.
         """
         try:
             self.write()
@@ -92,9 +92,9 @@ class CompileCheck:
         return self.found
 
     def _answer(self, job: Job) -> Found:
-        """Compile one text in the child, started if there is none; return its status and seconds.
+        """Compile one text in the child, started if there is none; return a dict of its status and seconds.
 
-        Also the message if it failed, and `most_threads` if that is known. A hung or crashed child is ended.
+        The dict also has the message of a failure, and `most_threads` if known. A hung or crashed child is ended.
         """
         child = self.child or self._start()
         tic = time.monotonic()
@@ -135,7 +135,7 @@ class CompileCheck:
 def lines(found: Found) -> Iterator[str]:
     """Yield a report as lines: one per kernel, one per failed text, then types, compiler and what was not checked.
 
-    If an error ended the check, only a line with that.
+    If an error ended the check, yield only one line, with the error.
     """
     if found["not_checked"]:
         yield f"not checked: {found['not_checked']}"

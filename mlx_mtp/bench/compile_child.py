@@ -21,7 +21,7 @@ MOST = re.compile(r"maximum allowed threads per threadgroup \((\d+)\)")
 def by_mlx(job: Job) -> Answer:
     """Compile and run a job with MLX on the GPU, with zeros for missing values.
 
-    Returns "refused", MLX's message or None, and, unless refused, "most_threads".
+    Returns a dict: "refused", the type and message of MLX's error, or None; and, unless refused, "most_threads".
     """
     import mlx.core as mx
 

@@ -39,8 +39,8 @@ class Child:
     def ask(self, job: Job | None, limit: float, wait: Callable[[], None]) -> Found:
         """Send a job (None: nothing) and return the next answer; call `wait` about every second until it arrives.
 
-        If there is none within `limit` seconds, or the process ends, the answer has "status" HUNG or CRASHED, and a
-        "message". A hung process is not killed: call `end`.
+        If none arrives within `limit` seconds, or the process ends, a dict with "status" HUNG or CRASHED and a
+        "message" is returned instead. A hung process is not killed: call `end`.
         """
         end = time.monotonic() + limit
         with contextlib.suppress(OSError):  # the process has ended, which is detected below

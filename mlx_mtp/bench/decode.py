@@ -147,7 +147,7 @@ class TimedRun:
 
 @dataclass
 class Reader:
-    """A loop whose `read` prefills a prompt without its last token; each `run` continues from a copy of that cache.
+    """A loop whose `read` prefills all tokens of a prompt but the last; each `run` continues a copy of that cache.
 
     seconds, peak: of the prefill.
     """
@@ -197,7 +197,7 @@ def _begin() -> int:
 
 
 def entry_of(prompt: BenchPrompt, reader: Reader, runs: Sequence[TimedRun]) -> dict[str, Any]:
-    """Describe one loop on one prompt, with a value per round in each list; lists about cycles are empty for mlx-lm.
+    """Return a dict about one loop on one prompt; lists have a value per round, those about cycles none for mlx-lm.
 
     context: the length that the prompt was padded to, or 0. read_seconds: of the prefill without the last token.
     text: a digest of the first round's tokens. tokens: number of tokens. seconds: since the first token. drafted,
@@ -341,7 +341,8 @@ def as_result(session: Session, options: dict[str, Any]) -> dict[str, Any]:
 def broken(found: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the differences in a result that rounding cannot explain.
 
-    These are all of settings with an unquantized cache of the target if the model is in float32, else none.
+    If the model is in float32, these are the differences of all settings in which the target's cache is unquantized;
+    else there are none.
     """
     exact = found["model"]["dtype"] == "float32"
     return [d for d in found["differences"] if exact and d["kv_bits"] is None]

@@ -186,7 +186,7 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
 def unlike(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Return a line for each difference in environment, model or options that may explain a change between results.
 
-    If texts differ, a last line has the number of these entries.
+    If texts differ, a last line states the number of entries whose text differs.
     """
     lines = []
     for part in ("environment", "model", "options"):

@@ -77,14 +77,17 @@ def examine_bits(ops: Sequence[str], progress: Progress) -> Found:
 
 
 def _ended(found: Found, tic: float) -> Found:
-    """Add the summary by kernel (unless the part "kernels" failed), the duration and the date; return the report."""
+    """Return a report with its summary by kernel (unless the part "kernels" failed), duration and date added."""
     if "failed" not in found["kernels"]:
         found["every_kernel"] = by_kernel(found)
     return found | {"seconds": time.time() - tic, "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime(tic))}
 
 
 def _or_why(line: Found, run: Callable[[], Found]) -> Found:
-    """Add the result of `run` to a line, or the reason for its failure."""
+    """Return a copy of a line with the result of `run` added.
+
+    If `run` raises, "failed" is added instead: the error's type and first line.
+    """
     try:
         return line | run()
     except Exception as e:  # any type: the other parts still run
@@ -207,7 +210,10 @@ class ExaminedModel:
         return {"context": CONTEXT, "rows": list(ROWS), "costs": costs, "one_row_seconds": one}
 
     def decode(self) -> Found:
-        """Time mlx-lm's loop and ours without and with drafts; return a line per loop, and `decode.broken` texts."""
+        """Time mlx-lm's loop and ours without and with drafts.
+
+        Returns "loops", a line each; "differences", those of `decode.broken`; and "left_out", the reasons by loop.
+        """
         session = decode.open_session(self.subject, (), ROUNDS, 0.0)
         prompts = make_prompts(self.subject.tokenizer, self.model.vocab_size, each=1, only=CATEGORIES)
         given = {"stop_tokens": self.subject.stop_tokens, "prefill_step_size": default_chunk(self.model)}

@@ -80,7 +80,10 @@ def _of_kernel(name: str, lines: list[Found], found: Found) -> Found:
 
 
 def _alternative(of_split: list[Found], lines: list[Found]) -> Found | None:
-    """State how multiply-adds are spelled, and at which numbers of rows M those are split, and at which not."""
+    """Return a dict: how multiply-adds are spelled, and the row counts M at which rows are split, or are together.
+
+    None if nothing of it is known. of_split: those of `lines` whose kernel has the two alternatives.
+    """
     found = {}
     if spellings := {k["spelling"] for k in lines if "spelling" in k}:
         found["multiply_adds"] = ", ".join(sorted(WORDS.get(each, "as compiled") for each in spellings))

@@ -82,6 +82,7 @@ def comparison(found: dict[str, Any], *, quick: bool) -> Table:
     """Return a table of the other engine's published rows, each group after our measurement of the same setting.
 
     found: a result of `bench decode`. The setting is context, caches and number of drafts; unmeasured ones are empty.
+    quick: the result's contexts have a 256th of the published tokens.
     """
     names = ("plain tok/s", "MTP tok/s", "speed-up", "accepted", "tok/cycle")
     left = ("context", "KV", "heads' KV", "drafts", "where")
@@ -107,7 +108,7 @@ def comparison(found: dict[str, Any], *, quick: bool) -> Table:
 def stored(row: Any) -> ModelOps:
     """Return the operations, for byte counts, of the other engine in a published row.
 
-    It drafted with the first head only, recycled.
+    That engine drafted with the first head only, recycled.
     """
     kinds = row.kv_cache, row.mtp_kv_cache or row.kv_cache
     target, heads = (MODELS[MODEL].stored(STORED_BITS[row.weights], None, STORED_BITS[kv] / 8) for kv in kinds)

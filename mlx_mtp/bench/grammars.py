@@ -22,7 +22,7 @@ def guided_prompts(subject: Subject, name: str) -> list[BenchPrompt]:
     is invalid or not supported.
     """
     if subject.tokenizer is None:
-        raise ValueError("grammar: a model without a tokenizer cannot write answers that fit it")
+        raise ValueError("grammar: needs a tokenizer; random weights have none: give a checkpoint with --model")
     if name == BUILT_IN:
         known = json.loads(FILE.read_text("utf-8")).items()
         made = [(of, entry["prompt"], grammar.json_schema(entry["schema"])) for of, entry in known]

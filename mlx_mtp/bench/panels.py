@@ -143,7 +143,7 @@ def _series(label: str, points: Sequence[tuple[float, Measured]], **drawn: Any) 
 def acceptance(found: Found) -> Iterator[Panel]:
     """Yield a grid per setting: the share of accepted drafts by depth and kind of prompt.
 
-    It is that of the loop with the largest fixed number of drafts; no grid without such a loop.
+    The share is that of the loop with the largest fixed number of drafts; no grid without such a loop.
     """
     for setting in (sets := settings(found)):
         made: dict[str, Sequence[float | None]] = {}
@@ -207,7 +207,10 @@ def kernel_grid(found: Found) -> Iterator[Panel]:
 
 
 def _traffic_grids(lines: Sequence[Found]) -> Iterator[Panel]:
-    """Yield the read factors of the largest buffers; for kernels that read it once, the growth of their traffic."""
+    """Yield a grid of the number of times that kernels read their largest buffer, and one of the growth of traffic.
+
+    The second grid is of the kernels that read that buffer once. A grid without kernels is left out.
+    """
     again = {line["op"] for line in lines if line["reread"] > ONCE}
     first = {line["op"]: line["requested"] for line in sorted(lines, key=lambda line: -line["rows"])}
     reads, growth = {}, {}

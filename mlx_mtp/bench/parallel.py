@@ -102,8 +102,9 @@ def measure(
     drawn: bool = False,
     **turns_of: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Time `texts` of the prompts together, `length` tokens each; yield an entry per contender, a value per round.
+    """Time `texts` sequences of `length` tokens each; yield an entry per contender with values by round.
 
+    The sequences' prompts are taken evenly from `prompts`, and repeat if there are fewer.
     differs: number of sequences, of all rounds, that differ from our loop's. drawn: acceptance is drawn at random, so
     texts have no meaning and are not compared. turns_of: of `interleaved`, such as rounds.
     """

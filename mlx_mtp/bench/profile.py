@@ -30,7 +30,7 @@ HOST = ("build the draft", "build the verify", "commit")  # the parts of "host"
 
 @dataclass(frozen=True)
 class Workload:
-    """A greedy generation of max_tokens with k drafts from the heads in every cycle; ValueError for a wrong k."""
+    """A greedy generation of max_tokens with k drafts of the drafter in every cycle; ValueError for a wrong k."""
 
     model: Any
     prompt: Sequence[int]
@@ -137,7 +137,7 @@ def _cycle(d: Decoder, last: Flight, plan: Plan, accepted: int, watch: Timer) ->
 
 
 def undisturbed(work: Workload) -> tuple[list[int], float]:
-    """Generate the same text with the decoding loop; return its tokens and seconds."""
+    """Generate the text of `work` with the decoding loop, prefill included; return its tokens and seconds."""
     options: dict[str, Any] = {"adaptive": False, "prompt_lookup": False, "compile_cycles": False}
     options |= {"max_tokens": work.max_tokens, "num_draft_tokens": work.k, "prefill_step_size": work.step}
     tic = time.perf_counter()

@@ -52,7 +52,7 @@ def raw(timers: Sequence[Timer], undisturbed: Sequence[float]) -> Found:
 def lines(found: Found) -> list[Line]:
     """Return a Line per phase of a profile, per part of "host", and for the rest of the wall time.
 
-    Those that took no time in some round are left out.
+    A Line whose phase or part took no time in some round is left out.
     """
     made, seconds = [], found["seconds"]
     host = [sum(parts) for parts in zip(*(seconds[name] for name in HOST), strict=True)]
@@ -98,7 +98,10 @@ def remarks(found: Found) -> list[str]:
 
 
 def bandwidth_of(stated: float | None) -> Found:
-    """Return the bandwidth stated in GB/s, else that of this chip, else what MLX streams; rate: bytes per second."""
+    """Return a dict with a memory bandwidth as "rate", in bytes per second, and its "source" in words.
+
+    stated: in GB/s; without it the bandwidth is that published for this chip, else the one of `stream_rate`.
+    """
     if stated is not None:
         return {"rate": 1e9 * stated, "source": "as stated"}
     if known := CHIPS.get(at_hand() or ""):

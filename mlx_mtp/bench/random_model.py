@@ -113,7 +113,11 @@ def _first(name: str, value: Any, layers: int, total: int) -> Any:
 
 
 def _rule(of_family: Any, stated: dict, group_size: int, path: str, module: Any) -> bool | dict:
-    """Return whether a module is quantized, and how: as config.json states, else as mlx-lm converts the family."""
+    """Return whether a module is quantized, and how: as config.json states, else as mlx-lm converts the family.
+
+    False if its rows are not whole groups of `group_size`; True, the default format, if they are not whole groups of
+    the size that is stated for this module.
+    """
     if not hasattr(module, "to_quantized") or module.weight.shape[-1] % group_size:
         return False
     chosen = of_family(path, module) if of_family and path not in stated else stated.get(path, True)

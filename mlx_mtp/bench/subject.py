@@ -86,27 +86,31 @@ def open_subject(
     model: str | Path | None = None,
     config: Path | None = None,
     *,
+    path: Path | None = None,
     layers: int | None = None,
     bits: int | None = None,
     group_size: int | None = None,
     mtp: bool = True,
-    draft_model: str | None = None,
     kernels: str | None = None,
     synth_rates: Sequence[float] = (),
     tensor_group: Any = None,
+    **more: Any,
 ) -> Subject:
     """Load a checkpoint (a directory, a hub name, "demo", or None for the demo), or create a model of a config.json.
 
-    A GGUF file is transcoded. layers, bits, group_size: of the random model, see `random_model`; with a checkpoint
-    `layers` is an error, and the other two are ignored. kernels: as in `load`. draft_model, tensor_group: as in
-    `load`; with config they are errors. mtp: with the MTP heads.
+    A GGUF file is transcoded. path: the checkpoint's directory, if the caller has found or transcoded it; None: it is
+    found by `model`. layers, bits, group_size: of the random model, see `random_model`; with a checkpoint
+    `layers` is an error, and the other two are ignored. kernels: as in `load`. tensor_group, more: arguments of
+    `load`; with config they are errors, except a False, (), None, and `vision`. mtp: with the MTP heads.
     synth_rates: shares of drafts to accept per depth; see `drawn_acceptance`.
     Raises a one-line ValueError for what cannot be loaded or combined.
     """
     rates = check_rates(synth_rates) if synth_rates else ()
     if config is not None:
-        if model is not None or draft_model is not None:
-            raise ValueError(f"config={config}: not together with a checkpoint or a drafter; leave one of them out")
+        if given := [name for name, value in {"model": model, **more}.items() if value and name != "vision"]:
+            raise ValueError(
+                f"config={config}: not together with a checkpoint or its parts ({given[0]}); leave one out"
+            )
         if tensor_group is not None:
             raise ValueError(f"config={config}: a drawn model is not split over ranks; allowed is a checkpoint")
         found = random_model(config, layers=layers, bits=bits, group_size=group_size, mtp=mtp)
@@ -117,11 +121,11 @@ def open_subject(
     else:
         if layers is not None:
             raise ValueError(f"layers={layers}: only for random weights; allowed with config")
-        path = demo_path() if model in (None, DEMO) else find_checkpoint(model)  # type: ignore[arg-type]
+        if path is None:
+            path = demo_path() if model in (None, DEMO) else find_checkpoint(model)  # type: ignore[arg-type]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            given: dict[str, Any] = {"mtp": mtp, "draft_model": draft_model, "kernels": kernels}
-            found, tokenizer = load(path, **given, tensor_group=tensor_group)
+            found, tokenizer = load(path, mtp=mtp, kernels=kernels, tensor_group=tensor_group, **more)
         name, label = DEMO if path == demo_path() else Path(model or DEMO).resolve().name, None
     if rates and not found.mtp:
         raise ValueError(f"synth_rates={rates}: the model has no heads that draft; allowed is none")
@@ -153,12 +157,15 @@ def check_rates(rates: Sequence[float]) -> tuple[float, ...]:
     if wrong := [rate for rate in rates if not 0 <= rate <= 1]:
         raise ValueError(f"synth_rates={wrong[0]}: allowed is between 0 and 1")
     if risen := [pair for pair in itertools.pairwise(rates) if pair[1] > pair[0]]:
-        raise ValueError(f"synth_rates={risen[0][1]}: allowed after {risen[0][0]} is at most that")
+        raise ValueError(f"synth_rates={risen[0][1]}: allowed is at most {risen[0][0]}, the rate of the depth before")
     return tuple(rates)
 
 
 def rate_at(rates: Sequence[float], depth: int) -> float:
-    """Return the rate at a depth; after the last given rate they fall by the same ratio."""
+    """Return the rate at a depth, from 0; after the last given rate, each is the one before times a constant ratio.
+
+    The ratio is that of the last two given rates; of a single rate it is this rate itself.
+    """
     if depth < len(rates):
         return rates[depth]
     last, before = rates[-1], rates[-2] if len(rates) > 1 else 1.0
@@ -238,7 +245,8 @@ def make_prompts(
 def picture_prompts(subject: Subject, images: Sequence[Any], resize_shape: Any = None) -> list[BenchPrompt]:
     """Return a prompt for each image, in the category "pictures". resize_shape: as in `stream_generate`.
 
-    Raises ValueError for a model that reads no pictures, and one with random weights, which has no tokenizer.
+    Raises ValueError for a model that reads no pictures, for one with random weights, which has no tokenizer, and as
+    `pictures.prompt.opened` for an image or a resize_shape.
     """
     if subject.tokenizer is None:
         raise ValueError("pictures need a tokenizer; random weights have none: give a checkpoint with --model")
@@ -257,7 +265,7 @@ def padded(tokenizer: Any, text: str, context: int) -> list[int]:
     if not context:
         return tokens
     if len(tokens) > context:
-        raise ValueError(f"contexts={context}: a prompt alone has {len(tokens)} tokens; allowed is at least that")
+        raise ValueError(f"contexts={context}: too short for a prompt; allowed is {len(tokens)} tokens or more")
     best, characters = tokens, 3 * (context - len(tokens))
     for _ in range(8):  # corrections of the padding's length
         found = encode(tokenizer, f"{filler(characters)}\n\n{text}")
@@ -280,7 +288,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def filler(characters: int) -> str:
-    """Return this number of characters of source code of Python's standard library, fewer if it has fewer."""
+    """Return this number of characters of source code of Python's standard library, at most all of the library."""
     text = ""
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         if len(text) >= characters:

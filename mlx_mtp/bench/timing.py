@@ -62,10 +62,10 @@ def ratio(values: Sequence[float], base: Sequence[float]) -> Measured:
 def interleaved(
     contenders: Mapping[K, Callable[[], T]], rounds: int, *, warmups: int = 1, cooldown: float = 0.0
 ) -> dict[K, list[T]]:
-    """Return the results of each contender (such as seconds) in `rounds` rounds of turns, without warm-ups.
+    """Return the results of each contender (such as seconds), one per round, from `rounds` rounds of turns.
 
-    Every other round runs in reverse order, so that no contender always follows the same one. cooldown: seconds of
-    rest before each turn.
+    `warmups` rounds run before them, and their results are dropped. Every other round runs in reverse order, so that
+    no contender always follows the same one. cooldown: seconds of rest before each turn.
     """
     found: dict[K, list[T]] = {name: [] for name in contenders}
     for i in range(-warmups, rounds):
@@ -94,9 +94,9 @@ class Call:
 
 
 def chain_seconds(calls: Sequence[Call], steps: int, start: int = 0) -> float:
-    """Return the seconds of `steps` calls in turn, from index `start` on and cyclically, without building the graph.
+    """Return the seconds of `steps` calls in turn, from index `start` on and cyclically.
 
-    Each call runs after all outputs of the previous one.
+    Each call runs after all outputs of the previous one. Building the graph is not timed.
     """
     last: Sequence[mx.array] = ()
     for i in range(start, start + steps):
@@ -120,7 +120,7 @@ def links(calls: Sequence[Call]) -> list[Call]:
 
 
 class Timed:
-    """A chain of calls; calling it returns the seconds of one call, without the chain's dependencies (`links`).
+    """A chain of calls; calling it returns the seconds of one call, less those of the dependencies (`links`).
 
     steps: number of calls in a run of the chain; each turn continues with the calls after the previous one's.
     """

@@ -49,7 +49,10 @@ class Kernels:
         self.sites: list[Any] = []
         self.words: tuple[str, ...] = ("none: as requested",) if on_metal() else ("none: no Metal GPU",)
         if not isinstance(model, Port):
-            raise ValueError("the model has no port and is decoded one row at a time: there is no verify to measure")
+            raise ValueError(
+                "the model has no port and is decoded one row at a time: there is no verify to measure; "
+                "give a model of a supported family"
+            )
         if on_metal() and requested(lane) != "off":
             dtype = model.no_hidden().dtype
             self.sites = place(model)
@@ -107,7 +110,7 @@ class VerifyPass:
         return verify(frame, last, drafts)
 
     def run(self, rows: int, start: int, states: int) -> float:
-        """Return the seconds of evaluating the pass that `graph` returns, without those of building it."""
+        """Return the seconds of evaluating the pass that `graph` returns; building the pass is not timed."""
         found = self.graph(rows, start, states)
         mx.synchronize()
         tic = perf_counter()

@@ -36,13 +36,13 @@ def window_reach(windows: Sequence[CacheKind]) -> int | None:
 def most_unread(cache: Any) -> int | None:
     """Return the maximum number of pending rows that a prompt cache needs; None if it needs all rows of a pause.
 
-    It may store a few more, which are dropped together.
+    The cache stores a few rows more before an absorbing drafter reads them, or before the oldest are dropped.
     """
     return MOST_UNREAD if is_absorbing(cache.model) else cache.reach
 
 
 def absorb(cache: Any, tokens: Any) -> bool:
-    """Let an absorbing drafter read the pending rows of a prompt cache but the newest, if they exceed MOST_UNREAD.
+    """Let an absorbing drafter read the pending rows of a prompt cache but the newest, if more than MOST_UNREAD.
 
     Returns whether it did: never while the drafter follows the target, nor for other drafters. No later rollback may
     be to the position of one of these rows or an earlier one, nor to an older mark. tokens: of the sequence, at least
@@ -57,6 +57,9 @@ def absorb(cache: Any, tokens: Any) -> bool:
 
 
 def push_read(cache: Any, hidden: mx.array, tokens: Any) -> None:
-    """Append hidden rows to a prompt cache's backlog, and `absorb` it: these rows are never rolled back."""
+    """Append hidden rows to a prompt cache's backlog, then call `absorb`; the rows must not be rolled back later.
+
+    tokens: as in `absorb`.
+    """
     cache.push(hidden)
     absorb(cache, tokens)

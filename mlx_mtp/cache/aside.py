@@ -12,7 +12,8 @@ from .absorb import MOST_UNREAD
 def set_aside(cache: Any, count: int, base: int) -> None:
     """Take the drafter's first `count` caches, which have read all positions before `base`, out of the step.
 
-    Nothing happens if they are aside already, or for a count of 0. `kept` is put aside with them.
+    `kept` is put aside with them, and `primed` becomes `base`. Nothing happens if caches are aside already, or for a
+    count of 0.
     """
     if count and not cache.aside:
         first, cache.heads = cache.heads[:count], cache.heads[count:]
@@ -20,9 +21,9 @@ def set_aside(cache: Any, count: int, base: int) -> None:
 
 
 def reunite(cache: Any) -> None:
-    """Put the caches that are aside before the drafter's others; all of them have to read the backlog.
+    """Put the caches that are aside back before the drafter's others, and restore their `kept`.
 
-    Nothing happens if none are aside.
+    All of the drafter's caches then have to read the backlog. Nothing happens if no caches are aside.
     """
     if cache.aside:
         first, cache.kept = cache.aside
@@ -30,9 +31,10 @@ def reunite(cache: Any) -> None:
 
 
 def end_aside(cache: Any, base: int, spare: int) -> None:
-    """Pause the drafter if a plan needs caches that are aside, or if more than MOST_UNREAD rows wait for them.
+    """Pause the drafter if caches are aside and the plan needs them, or more than MOST_UNREAD rows wait for them.
 
-    base: as in `PromptCache.pause_heads`. spare: number of first caches that the plan does not need, 0 for none.
+    base: as in `PromptCache.pause_heads`. spare: number of first caches that the plan does not need; 0, which always
+    pauses, also for a plan without drafts.
     """
     if cache.aside and (not spare or cache.pending_rows > MOST_UNREAD):
         cache.pause_heads(base)

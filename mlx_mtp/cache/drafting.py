@@ -6,9 +6,9 @@ import mlx.core as mx
 
 
 def chained_caches(model: Any, caches: int) -> int:
-    """Return the number of first ones of a drafter's `caches` caches that are chained (`Drafter.chained`).
+    """Return the number of chained caches, which come first, among a drafter's `caches` caches (`Drafter.chained`).
 
-    All those of MTP heads, and of a model without a drafter object.
+    For MTP heads, and for a model without a drafter object, it is `caches`.
     """
     return min(caches, getattr(getattr(model, "drafter", None), "chained", caches))
 
@@ -40,7 +40,7 @@ def no_kept(model: Any, heads: int) -> list[mx.array]:
 def pending(model: Any, hidden: mx.array) -> mx.array:
     """Return what is stored of hidden rows [1, r, H] until the model's drafter reads them (`Drafter.pending`).
 
-    That of MTP heads is the rows themselves.
+    For MTP heads, and for a model without a drafter object, it is the rows themselves.
     """
     drafter = getattr(model, "drafter", None)
     return drafter.pending(hidden) if drafter else hidden

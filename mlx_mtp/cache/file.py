@@ -195,9 +195,9 @@ def _restored(model: CachedModel, state: dict[str, Any], arrays: dict[str, mx.ar
 
 
 def _check_tokens(tokens: list[int], pictures: list[list[int]], vocab_size: int) -> None:
-    """Raise ValueError unless each token is either the model's or a row of a picture, and the pictures are these.
+    """Raise ValueError unless each token is a token id or a row of a picture, and the pictures equal `pictures`.
 
-    pictures: [first row, height, width] of each, in order; without any, no token may be negative.
+    pictures: [first row, height, width] of each picture, in order; if empty, no token may be negative.
     """
     least = -(2**63) if pictures else 0
     if not all(type(token) is int and least <= token < vocab_size for token in tokens):
@@ -219,9 +219,9 @@ def _filled(kind: type[Any], values: dict[str, Any] | None) -> Any:
 
 
 def _check(cache: PromptCache) -> None:
-    """Raise ValueError if kinds of layers or positions do not fit the model, or arrays do not fit the positions.
+    """Raise ValueError if caches are not of the model's kinds, or positions or arrays do not fit the tokens held.
 
-    A checksum does not prove who wrote a file.
+    Needed also where the checksum is right: it does not prove who wrote the file.
     """
     model = cache.model
     pairs = [*zip(model.windows(), cache.layers, strict=True), *zip(model.head_windows(), cache.heads, strict=False)]
@@ -264,7 +264,7 @@ def _state_in(f: BinaryIO, file: str | Path) -> tuple[dict[str, Any], str]:
         if type(version) is not int:
             raise ValueError(version)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ValueError(f"{file}: not a prompt cache of mlx_mtp, or damaged") from None
+        raise ValueError(f"{file}: not a prompt cache of mlx_mtp, or damaged; make it again") from None
     if version not in (TEXT_FORMAT, FORMAT):
         age = "an older" if version < TEXT_FORMAT else "a newer"
         reads = f"{TEXT_FORMAT} and {FORMAT}"
@@ -282,9 +282,10 @@ def safetensors_header(f: BinaryIO) -> bytes:
 
 
 def _checksum(f: BinaryIO) -> tuple[int, str]:
-    """Return the position of the checksum in a file, and the checksum that the content should have there.
+    """Return the byte position of the checksum in a file, and the checksum computed from the file's content.
 
-    It covers all bytes of the file, with zeros instead of the checksum itself. ValueError without a checksum.
+    The computed one covers all bytes of the file, with zeros instead of the stored checksum, which is not compared.
+    ValueError if the file has no checksum.
     """
     header = safetensors_header(f)
     match = CHECKSUM.search(header)
@@ -305,10 +306,10 @@ SAMPLED = 256  # values of each tensor; another finetune changes some of them in
 def fingerprint(model: Any, *, heads: bool) -> str:
     """Return a hash that identifies the model, or its heads, to which a saved cache belongs.
 
-    It covers the parameters' names, shapes, types and sampled values. heads=False: the target's, its `args`, and the
-    whole content of the selected adapter. heads=True: those of the drafter or MTP heads, and their layout, without
-    MTP heads' own LM heads and d2t, on which no state depends. Of a split model all ranks return the same hash and
-    must call together.
+    The hash covers the names, shapes, types and sampled values of parameters. heads=False: the target's, its `args`,
+    and the whole content of the selected adapter. heads=True: those of the drafter or MTP heads, and their layout,
+    without MTP heads' own LM heads and d2t, on which no state depends. Of a split model all ranks return the same
+    hash and must call together.
     """
     arrays: Any = tree_flatten(model.parameters())
     other = re.compile(r"mtp\.\d+\.(head\.|d2t$)|(?!(mtp|drafter)\.)" if heads else r"(mtp|drafter)\.")

@@ -45,7 +45,7 @@ class LinearKVCache(LayerCache):
         return self.parts[0].shape[2] if self.parts else 0
 
     def _grow(self, rows: int, like: Parts) -> None:
-        """Make room for `rows` more rows; copies only if the capacity changes."""
+        """Make room for `rows` rows after `limit`, by a copy if needed. like: arrays of the stored form."""
         need = self.limit + rows
         if need <= self.capacity:
             return
@@ -76,16 +76,16 @@ class LinearKVCache(LayerCache):
             part[:, :, slot:end] = rows
 
     def _visible(self, rows: int) -> slice:
-        """Return the range of the buffers' rows that attention reads once `rows` more rows are written."""
+        """Return a slice of the buffers' rows, those that attention reads once `rows` more rows are written."""
         if isinstance(self.offset, int):
             return slice(self.start, self.offset + rows)
         return slice(0, round_up(self.limit + rows))
 
     def update_and_fetch(self, *arrays: mx.array):
-        """Append L rows of keys, values and others, [B, H, L, D] each; return the arrays that they attend to.
+        """Append L rows of keys, values and others, [B, H, L, D] each; return the arrays that these attend to.
 
-        If the device counts positions, these have further rows, which the mask hides. A quantized cache returns two
-        tuples (packed, scales, biases), one of the keys and one of the values.
+        If the device counts positions, the returned arrays have further rows, which the mask hides. A quantized cache
+        returns two tuples (packed, scales, biases), one of the keys and one of the values.
         """
         rows = arrays[0].shape[2]
         new = self._encode(*arrays)

@@ -37,8 +37,8 @@ def make_cache(
 def make_caches(windows: Sequence[CacheKind | Ring], *, starts: list[int], **quantization: Any) -> list[Any]:
     """Return an empty cache per layer of a sequence; layers with the same window share one Ring.
 
-    starts: each layer's first position with contents, above 0 for later MTP heads of a chain. quantization: `bits`
-    and `group_size` of `make_cache`.
+    windows: of each layer, as in `make_cache`. starts: each layer's first position with contents, above 0 for later
+    MTP heads of a chain. quantization: `bits` and `group_size` of `make_cache`.
     """
     pairs = zip(windows, starts, strict=True)
     return from_configs([{"window": window, "start": start, **quantization} for window, start in pairs])
@@ -101,7 +101,7 @@ def group_size_for(model: CachedModel) -> int:
 def layout_of(cache: Any) -> dict[str, int | None]:
     """Return a prompt cache's kv_bits, mtp_kv_bits, kv_group_size and max_kv_size, each None if it has none.
 
-    kv_bits are also those of a quantization that is still due.
+    If a quantization is still due, kv_bits and kv_group_size are those that it will use.
     """
     due = cache.quantizing
     target, draft = ([c.config for c in caches if "bits" in c.config] for caches in (cache.layers, cache.heads))

@@ -12,7 +12,7 @@ CONTEXTS = (0, 1024, 16384)  # lengths from which other kernels may be faster
 class OncePerPass:
     """The last result per function, so that what depends on the position only is computed once per pass.
 
-    All caches of a sequence share one.
+    All caches of a sequence share one OncePerPass.
     """
 
     def __init__(self):
@@ -26,7 +26,7 @@ class OncePerPass:
         return last[2]
 
     def __deepcopy__(self, memo: dict) -> "OncePerPass":
-        """Return an empty one: copies of a cache share nothing, and MLX's functions cannot be copied."""
+        """Return an empty OncePerPass: copies of a cache share nothing, and MLX's functions cannot be copied."""
         return OncePerPass()
 
 
@@ -103,7 +103,7 @@ class LayerCache:
 
     @property
     def places(self) -> int:
-        """The number of positions that there is room for, rounded down to a multiple of STEP, in a pool of GRAIN.
+        """Number of positions that the buffers can hold, rounded down to a multiple of STEP; in a pool, of GRAIN.
 
         0 for a ring or a state, for mlx-lm's caches, and before the first row.
         """
@@ -130,7 +130,7 @@ class LayerCache:
 
 
 def moved(offset: Any, shift: Any) -> Any:
-    """Return offset + shift. `OncePerPass` stores its result by this function, so it needs a name."""
+    """Return offset + shift. `OncePerPass` stores the result by its function, so this function needs a name."""
     return offset + shift
 
 

@@ -13,7 +13,7 @@ class MlxLmCaches(LayerCache):
     """One entry of `PromptCache.layers` for mlx-lm's caches of all layers, with positions like `LinearKVCache`.
 
     No cycle is built ahead on it, so a stopped generation leaves it usable. After an interruption in the middle of a
-    step it is not: the next read then raises ValueError.
+    step it is not usable: the next read then raises ValueError.
     """
 
     name = "plain"
@@ -63,7 +63,10 @@ class MlxLmCaches(LayerCache):
 
     @property
     def parts(self) -> tuple[mx.array, ...]:
-        """Return (): nothing needs `mx.eval`, because the logits depend on all arrays."""
+        """Always (): nothing needs `mx.eval`, because the logits depend on all arrays.
+
+        Assigning a file's arrays creates mlx-lm's caches from these, unless they exist already.
+        """
         return ()
 
     @parts.setter

@@ -17,7 +17,7 @@ ALIGNED = 256  # bytes to which packed arrays are aligned; kernels load words of
 
 
 class Checkpoint(NamedTuple):
-    """Everything in a prompt cache that is not a row; with the rows before `length`, decoding resumes there.
+    """All of a prompt cache but the rows that `cut` returns; with those before `length`, decoding resumes there.
 
     whole: the arrays of caches without rows, by index among all caches. starts: `start` of every cache.
     """
@@ -56,7 +56,7 @@ def has_rows(c: LayerCache) -> bool:
 
 
 def cut(cache: PromptCache, rows: tuple[int, int], heads: tuple[int, int]) -> list[Parts]:
-    """Return copies of the rows of each cache in a range of positions (first, end); () for one without rows there.
+    """Return copies of the rows of each cache in a range of positions (first, end); () for a cache without such rows.
 
     rows: the range of the target's caches. heads: that of the heads' caches.
     """

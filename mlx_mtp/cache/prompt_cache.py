@@ -122,7 +122,7 @@ class PromptCache(TokenRows, StepCache, ListOfOne):
             c.context = max(context for context in CONTEXTS if context <= length)
 
     def reserve(self, rows: int) -> None:
-        """Let the next growth of buffers reach `rows` positions, or the one at which they are quantized."""
+        """Let the next growth of buffers reach `rows` positions, at most that where they are quantized."""
         self._reserved = rows
         for c in self.layers:
             c.reserve(rows if self.quantizing is None else min(rows, self.quantizing.start))
@@ -146,7 +146,7 @@ class PromptCache(TokenRows, StepCache, ListOfOne):
             self.backlog[-1] = self.backlog[-1][:, :-1]
 
     def resume_heads(self, base: int) -> None:
-        """Let the drafter, which has read all positions before `base`, follow; positions move to the device."""
+        """Let the drafter, which has read all before `base`, follow the target; positions move to the device."""
         self.to_device()
         if not self.live:
             assert self.primed == base or not self.heads, "the drafter has not read all rows"
@@ -154,7 +154,7 @@ class PromptCache(TokenRows, StepCache, ListOfOne):
             seek(self.heads, mx.array([self.primed]), self.primed)
 
     def pause_heads(self, base: int) -> None:
-        """Stop a live drafter at position `base`, or where caches were set aside; all have read the earlier ones."""
+        """Stop a live drafter at position `base`, or where caches were set aside; all have read the rows before."""
         if self.live:
             self.live, self.primed = False, self.primed if self.aside else base
             reunite(self)

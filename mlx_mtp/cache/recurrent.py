@@ -60,7 +60,7 @@ class RecurrentCache(LayerCache):
         return self.chosen()
 
     def chosen(self) -> mx.array:
-        """Return, from a tape of states, the one after the last accepted row; without one, that before the tape.
+        """Return the state after the last accepted row of a tape of states; without such a row, the state before it.
 
         Only for a tape of one array, [n, T, ...] of n sequences.
         """
@@ -158,9 +158,9 @@ def first(n: mx.array, rows: int) -> mx.array:
 
 
 def newest_of(n: mx.array, rows: int) -> tuple[mx.array, mx.array]:
-    """Return the index [sequences] of each one's n-th row among all rows, and whether n > 0, [sequences, 1, 1, 1].
+    """Return the index [sequences] of each sequence's n-th row in all rows, and n > 0, [sequences, 1, 1, 1].
 
-    n: int32 [sequences]; where it is 0 the index is that of the first row.
+    n: int32 [sequences], counted from 1; where n is 0 the index is that of the sequence's first row. rows: of each.
     """
     index = mx.arange(0, n.size * rows, rows) + mx.maximum(n, 1) - 1
     return index, (n > 0).reshape(-1, 1, 1, 1)

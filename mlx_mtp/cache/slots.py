@@ -40,8 +40,8 @@ class Span:
     def index(self, ring: Ring | None, offset: mx.array, rows: int) -> mx.array:
         """Return where the next rows of each of the `count` slots are written, [count, 1, rows, 1].
 
-        These are places in the ring, or without one positions. offset: position of each row of the pass; a free slot
-        takes any row's. The last result per ring is kept, for the other layers of the pass.
+        These are slots of the ring; without a ring, positions. offset: position of each row of the pass; a free slot
+        takes any row's position. The last result per ring is kept, for the other layers of the pass.
         """
         last = self._last.get(ring)
         if last is None or last[0] is not offset or last[1] != rows:
@@ -177,8 +177,9 @@ class PooledState(RecurrentCache):
         return mx.concatenate([before, rows], axis=1)
 
     def regroup(self, index: mx.array, newcomers: Sequence[Any]) -> None:
-        """Change the sequences of the next pass: `index` into the rows of the last pass, followed by the newcomers.
+        """Change the sequences of the next pass; newcomers: the RecurrentCaches of those that join.
 
+        index: for each row of the next pass its row in the last pass, or from the row count on a newcomer.
         Tapes are padded to one length with rows that are not accepted. Newcomers need a state if others have one.
         """
         every = [parts for parts in (self.parts, *(cache.parts for cache in newcomers)) if parts]
@@ -229,7 +230,7 @@ POOLS: dict[type[Any], type[Any]] = {
 def pooled(cache: Any, ring: Ring | None) -> Any:
     """Return the empty pool of one layer, for sequences whose caches are of the kind of `cache`.
 
-    ring: the one that the layers of these caches share, None without a window. Raises ValueError for a kind of cache
+    ring: the Ring that the layers of these caches share, None without a window. Raises ValueError for a kind of cache
     that no pool can hold.
     """
     pool = POOLS.get(type(cache))

@@ -98,9 +98,12 @@ class TokenRows:
     def trim(self, n: int) -> int:
         """Drop the last n tokens, or all if there are fewer; return the number dropped, 0 if not trimmable.
 
-        If that would leave a part of a picture, the whole picture is dropped, so more than n tokens. A head may keep
-        one row that it computed with a dropped token; no later token depends on that row.
+        If that would leave a part of a picture, the whole picture is dropped, so more than n tokens. `prefix` becomes
+        None. A head may keep one row that it computed with a dropped token; no later token depends on that row.
+        Raises ValueError for a negative n.
         """
+        if n < 0:
+            raise ValueError(f"n={n}: allowed is 0 or more")
         left = self.offset - min(n, self.offset)
         if left == self.offset or not self.is_trimmable():
             return 0

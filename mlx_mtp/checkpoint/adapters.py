@@ -20,6 +20,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from ..layers.adapters import Adapter
 from ..layers.dora import DoRA
 from ..machine.errors import one_line, with_type
+from ..machine.paths import expanded
 from .adapter_parts import changes, combined, slots
 from .files import read_header
 from .parameters import named, trained
@@ -61,7 +62,7 @@ def load_adapters(model: Any, adapter_path: AdapterPath) -> Any:
 
 def name_of(path: str | Path) -> str:
     """Return the name of an adapter: the last part of its directory's path."""
-    return Path(os.path.abspath(Path(path).expanduser())).name
+    return Path(os.path.abspath(expanded(path))).name
 
 
 def by_name(paths: Sequence[str | Path]) -> dict[str, str | Path]:
@@ -81,14 +82,14 @@ def check_apart(paths: Iterable[str | Path]) -> None:
     """Raise ValueError if a directory is given twice."""
     known: set[str] = set()
     for path in paths:
-        if (real := os.path.realpath(Path(path).expanduser())) in known:
+        if (real := os.path.realpath(expanded(path))) in known:
             raise ValueError(f"adapter_path={path}: given twice")
         known.add(real)
 
 
 def _read_adapter(model: Any, name: str, adapter_path: str | Path) -> Adapter:
     """Return the adapter in a directory, without a change of the model. ValueError as `load_adapters`."""
-    path = Path(adapter_path).expanduser()
+    path = expanded(adapter_path)
     if not (path / CONFIG).is_file():
         raise ValueError(f"adapter_path={adapter_path}: no {CONFIG} in it")
     with model.runtime.adapters.using(None):

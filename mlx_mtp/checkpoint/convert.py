@@ -22,6 +22,7 @@ from ..layers.port import TUNED
 from ..layers.scaled import SCALE
 from ..machine import atomic
 from ..machine.errors import one_line
+from ..machine.paths import expanded
 from ..models import find_port, port_names
 from ..models.config.normalize import normalize
 from . import convert_writer as writer
@@ -270,7 +271,7 @@ def convert(
     precision = Precision(target, quant_predicate, *heads, dequantize, dtype)
     if mtp_layout not in ("sidecar", "shards"):
         raise ValueError(f"mtp_layout={mtp_layout!r}: allowed are sidecar, shards")
-    path, new = resolve(hf_path, revision, code=trust_remote_code), Path(mlx_path).expanduser().resolve()
+    path, new = resolve(hf_path, revision, code=trust_remote_code), expanded(mlx_path).resolve()
     if new.is_relative_to(path.resolve()):
         raise ValueError(f"mlx_path={mlx_path}: at or inside the directory to convert, {path}")
     atomic.check_new(new)
@@ -330,7 +331,7 @@ def extract_heads(
     mtp_q_group_size: if both are None, the heads are not quantized, but get 8 bits if mtp_path is a directory whose
     config.json states a quantization. Other parameters and errors are those of `convert`.
     """
-    new = Path(mtp_path).expanduser().resolve()
+    new = expanded(mtp_path).resolve()
     quantized = new.is_dir() and is_quantized(new)
     precision = Precision(None, None, *format_of_heads(mtp_q_group_size, mtp_q_bits, quantize=quantized), dtype=dtype)
     new = new / SIDECAR if new.is_dir() else new

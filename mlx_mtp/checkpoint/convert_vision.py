@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from ..machine import atomic
 from ..machine.errors import one_line
+from ..machine.paths import expanded
 from ..models.vision import find_tower
 from . import convert_writer as writer
 from .convert_writer import Progress
@@ -37,7 +38,7 @@ def extract_vision(
     `convert`. Raises a one-line ValueError for a path that is not allowed, a checkpoint without a usable tower, and a
     disk that is too full; OSError if the file cannot be written. A failure leaves no file.
     """
-    new = Path(vision_path).expanduser().resolve()
+    new = expanded(vision_path).resolve()
     new = new / VISION_FILE if new.is_dir() else new
     if new.suffix != ".safetensors":
         raise ValueError(f"vision_path={vision_path}: allowed are an existing directory, or a new file *.safetensors")

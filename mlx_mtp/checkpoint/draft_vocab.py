@@ -16,6 +16,7 @@ import mlx.core as mx
 from ..layers.lm_head import KINDS, sliced
 from ..machine.atomic import write_whole
 from ..machine.errors import one_line
+from ..machine.paths import expanded
 
 FORMAT = 1
 
@@ -53,7 +54,7 @@ def read(given: str | Path | Sequence[int]) -> DraftVocab:
     """Return the draft vocabulary in a file of `write` or a sequence of token ids; ValueError if it is invalid."""
     if not isinstance(given, str | Path):
         return DraftVocab(_tokens("draft_vocab", list(given)), "draft_vocab")
-    file = Path(given).expanduser()
+    file = expanded(given)
     if file.exists() and not file.is_file():  # reading a device may never end
         raise ValueError(f"{file}: not a file")
     try:

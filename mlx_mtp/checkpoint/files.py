@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..demo import NAMED
 from ..machine.errors import first_line, naming, one_line
+from ..machine.paths import expanded
 from ..machine.progress import report_progress
 from ..models.config.normalize import normalize, with_overrides
 from .library import called
@@ -137,7 +138,7 @@ def local(path_or_repo: str | Path) -> Path | None:
     models have the short name.
     """
     try:
-        path = Path(path_or_repo).expanduser()
+        path = expanded(path_or_repo)
         if path.is_dir():
             for inside in sorted(path.iterdir()):  # opening a pipe would block
                 if inside.exists() and not (inside.is_file() or inside.is_dir()):

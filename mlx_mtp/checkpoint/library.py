@@ -10,6 +10,7 @@ from huggingface_hub import scan_cache_dir
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import CacheNotFound
 
+from ..machine.paths import expanded
 from ..machine.remembered import cache_directory
 
 OWN = "models"  # the kind of `cache_directory` that has models made by `mlx-mtp pull`
@@ -35,12 +36,12 @@ def places(folders: Iterable[Path] = ()) -> list[Place]:
     Each path is returned once. A folder that is missing or cannot be read has none.
     """
     found = [*_downloaded(Path(HF_HUB_CACHE))]
-    for folder in map(Path, LM_STUDIO):
-        found += below(folder.expanduser(), names=2)
-    with contextlib.suppress(RuntimeError):  # no home directory
+    with contextlib.suppress(RuntimeError, ValueError):  # no home directory
+        for folder in LM_STUDIO:
+            found += below(expanded(folder), names=2)
         found += below(cache_directory(OWN), names=1)
     for folder in folders:
-        found += below(folder.expanduser(), names=1)
+        found += below(expanded(folder), names=1)
     unique = {place.path.resolve(): place for place in reversed(found)}
     return sorted(unique.values(), key=lambda place: place.short)
 

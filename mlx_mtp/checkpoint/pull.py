@@ -16,6 +16,7 @@ from huggingface_hub.file_download import repo_folder_name
 
 from ..machine.atomic import check_free
 from ..machine.errors import first_line
+from ..machine.paths import expanded
 from ..machine.remembered import cache_directory
 from .convert import files_of_heads
 from .convert_writer import Progress
@@ -57,7 +58,7 @@ def planned(repo: str, revision: str | None = None, *, only_heads: bool = False)
     ValueError, one line, if `repo` is an existing path, for a repository that cannot be read, and, with only_heads,
     for one without heads.
     """
-    if Path(repo).expanduser().exists():
+    if expanded(repo).exists():
         raise ValueError(f"{repo}: already on this machine; give it to --model")
     try:
         info = HfApi().model_info(repo, revision=revision, files_metadata=True)

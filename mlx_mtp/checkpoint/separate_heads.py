@@ -13,6 +13,7 @@ from types import ModuleType
 
 from ..layers.mtp_spec import MTPSpec
 from ..layers.port import TUNED_PREFIX
+from ..machine.paths import expanded
 from .files import Header, read_header
 from .weight_files import read_stored
 from .weight_names import TRUNK_FILES
@@ -30,7 +31,7 @@ def read_separate_heads(port: ModuleType, layers: int, mtp_path: str | Path) -> 
     drafters and other files, such as sidecars, all tensors are, unchecked; ValueError if there is no file, or a
     damaged one.
     """
-    given, spec = Path(mtp_path).expanduser(), port.Model.SPEC
+    given, spec = expanded(mtp_path), port.Model.SPEC
     if is_split(given):
         return {_checkpoint_name(name, spec, layers): replace(t, stored=name) for name, t in _read(given).items()}
     folder = given if given.is_dir() else given.parent

@@ -17,6 +17,7 @@ from ..demo import SHIPPED_HEADS
 from ..layers.lm_head import KINDS, sliced
 from ..layers.port import TUNED
 from ..machine import atomic
+from ..machine.paths import expanded
 from .convert_writer import file_size, header
 from .files import CONVERTED
 from .parameters import named, stored_name
@@ -111,7 +112,7 @@ def target_of(file: Path) -> str | None:
 
 def _metadata(file: Path) -> dict[str, str]:
     """Return the metadata of a *.safetensors file by name; {} if the file cannot be read or has none."""
-    with suppress(OSError, ValueError, KeyError, TypeError, struct.error), file.expanduser().open("rb") as f:
+    with suppress(OSError, ValueError, KeyError, TypeError, struct.error), expanded(file).open("rb") as f:
         (size,) = struct.unpack("<Q", f.read(8))
         return json.loads(f.read(min(size, 1 << 26)))["__metadata__"] or {}  # MLX writes null without metadata
     return {}

@@ -18,6 +18,7 @@ from safetensors import safe_open
 
 from ..machine.errors import first_line, one_line
 from ..machine.memory import check_room
+from ..machine.paths import expanded
 from ..models.vision import find_tower, tower_names
 from ..pictures.vision import Vision
 from .cure import base_model
@@ -100,7 +101,7 @@ def find_tower_files(path: Path, config: dict, stored: Stored | None, given: str
         if not tensors and (path / VISION_FILE).is_file():
             tensors, place = _of_tower(kind, read_header([path / VISION_FILE])), path / VISION_FILE
     else:
-        place = Path(given).expanduser()
+        place = expanded(given)
         tensors = _of_tower(kind, _read_given(place))
         if not tensors:
             raise ValueError(f"vision_path={given}: no tensor of a vision tower in it ({kind.PREFIXES[0]}*)")

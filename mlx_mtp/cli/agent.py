@@ -94,7 +94,7 @@ def install_agent(ctx: click.Context, address: str) -> None:
     try:
         own.load()
     except ValueError as e:
-        raise click.ClickException(f"{own.file} is written, but not loaded: {e}") from None
+        raise click.ClickException(f"{own.file} is written, but could not be loaded: {e}") from None
     click.echo(f"The server starts now and at each login: curl {address}/health")
     click.echo(f"Its log: {own.reading}\nEnd and remove it: mlx-mtp serve --uninstall-agent")
 
@@ -115,7 +115,7 @@ def _words(ctx: click.Context) -> Iterator[str]:
 
 def _absolute(param: click.Parameter, value: str) -> str:
     """Return an option's value, but a path, of a file option or that exists, as an absolute path without "~"."""
-    path = Path(value).expanduser()
+    path = Path(os.path.expanduser(value))  # leaves "~name" of an unknown user: the value may be no path
     is_path = isinstance(param.type, click.Path) or (param.name in NAMES and path.exists())
     return os.path.abspath(path) if is_path else value
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click import Choice, FloatRange, IntRange, option
 
-from .options import GIVEN, KERNELS, options
+from .options import GIVEN, KERNELS, checkpoint_options, checkpoint_path, options, source_options
 from .together import follows, group
 
 if TYPE_CHECKING:
@@ -53,7 +53,8 @@ def _drawable(_ctx: click.Context, param: click.Parameter, path: Path | None) ->
 
 
 subject_options = options(
-    option("--model", help="Local directory, Hugging Face repository, or demo.  [default: demo]"),
+    checkpoint_options,
+    source_options,
     option("--config", type=GIVEN, help="Create a model with random weights from this config.json."),
     option("--layers", type=IntRange(1), help="With --config: only its first layers, this number."),
     option(
@@ -71,8 +72,6 @@ subject_options = options(
         callback=partial(numbers, float),
         help="Draw acceptance at random: the rate per depth, such as 0.87,0.76,0.69; deeper rates fall alike.",
     ),
-    option("--mtp/--no-mtp", default=True, help="Load the MTP heads."),
-    option("--draft-model", help="Directory or Hugging Face repository of a drafter, or demo-block."),
     option("--kernels", type=KERNELS, help="Metal kernels to use.  [default: decided by trials]"),
 )
 picture_options = options(
@@ -103,10 +102,19 @@ def subject_of(flags: dict[str, Any]) -> "Subject":
         from ..bench.subject import open_subject
 
         logging.getLogger("transformers").setLevel(logging.ERROR)  # its warnings about long prompts are false
-        names = ("model", "config", "layers", "mtp", "draft_model", "kernels", "synth_rates")
         bits, group_size = (flags[name] and int(flags[name]) for name in ("q_bits", "q_group_size"))
-        given = {name: flags[name] for name in names}
+        given = {name: flags[name] for name in ("config", "layers", "kernels", "synth_rates")}
+        given |= loaded_from(flags)
         return open_subject(**given, bits=bits, group_size=group_size, tensor_group=group())
+
+
+def loaded_from(flags: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `open_subject` that state what is loaded; a --model of the hub is downloaded."""
+    code, names = flags["trust_remote_code"], ("model", "mtp", "mtp_path", "draft_model", "draft_vocab")
+    given = {name: flags[name] for name in (*names, "adapter_path", "vision", "vision_path")}
+    if flags["model"] is not None:
+        given["path"] = checkpoint_path(flags["model"], code=code, flags=flags)
+    return {**given, "tokenizer_config": {"trust_remote_code": True}} if code else given
 
 
 def cooldown_of(flags: dict[str, Any]) -> float:

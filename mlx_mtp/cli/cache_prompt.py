@@ -1,10 +1,10 @@
 """Define `mlx-mtp cache-prompt`: prefill the start of a prompt once, for any number of continuations."""
 
-from pathlib import Path
 from typing import Any
 
 import click
 
+from ..machine.paths import expanded
 from . import options
 from .image_options import WithImages, image_options
 from .together import own_file
@@ -36,8 +36,8 @@ def cache_prompt(**flags: Any) -> None:
 
     pictures = opened(model, flags["images"], flags["resize_shape"])
     template, name = tokenizer.has_chat_template and not flags["ignore_chat_template"], flags["model"]
-    if name and Path(name).expanduser().is_dir():  # valid in any working directory
-        name = str(Path(name).expanduser().absolute())
+    if name and expanded(name).is_dir():  # valid in any working directory
+        name = str(expanded(name).absolute())
     own: Any = {"model": name, "eos_token": flags["eos_token"], "images": pictures_as_json(pictures)}
     prefix = PromptPrefix(text, flags["system_prompt"], template, flags["chat_template_config"], **own)
     tokens = stable_tokens(prefix, tokenizer, model.vision)

@@ -1,10 +1,10 @@
 """Define `mlx-mtp chat` and its flags; `conversation.py` has the conversation itself."""
 
-from pathlib import Path
 from typing import Any
 
 import click
 
+from ..machine.paths import expanded
 from . import options
 from .advice import advised_and_not_given
 
@@ -38,8 +38,8 @@ def chat(**flags: Any) -> None:
     apply_penalties(session, penalties)
     add_reasoning_marks(tokenizer)
     name = flags["model"] or "the demo"
-    if Path(name).expanduser().is_dir():
-        name = Path(name).expanduser().resolve().name
+    if expanded(name).is_dir():
+        name = expanded(name).resolve().name
     sampling = ", ".join(f"{name} {value}" for name, value in advised.items())
     notice = f"generation_config.json: {sampling}" if sampling else ""
     reader = MessageReader(interactive=is_interactive(), patient=not session.ranks, values=completions())

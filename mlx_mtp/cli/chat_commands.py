@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..machine.errors import first_line
+from ..machine.paths import expanded
 from ..pictures.prompt import opened
 from . import conversation_file
 from .chat_figures import LEGEND, count, mtp_state, totals
@@ -67,9 +68,10 @@ def named_files(names: str, command: str) -> list[Path]:
     if only.exists():
         return [only]
     try:
-        return [Path(name).expanduser() for name in shlex.split(names)]
+        each = shlex.split(names)
     except ValueError:  # a quote without its end
         return [only]
+    return [expanded(name) for name in each]
 
 
 def named_file(name: str, command: str) -> Path:
@@ -80,11 +82,11 @@ def named_file(name: str, command: str) -> Path:
     """
     if not name:
         raise ValueError(f"{command}: name a file, as in {command} chat.json")
-    plain = Path(name).expanduser()
+    plain = expanded(name)
     if plain.exists():
         return plain
     dropped = name[1:-1] if name[0] == name[-1] and name[0] in "'\"" and len(name) > 2 else name.replace("\\ ", " ")
-    return Path(dropped).expanduser()
+    return expanded(dropped)
 
 
 def _help(chat: Chat, _: str) -> str:

@@ -7,11 +7,14 @@ from typing import Any
 import click
 from click import FloatRange, IntRange, option
 
-from .next_command import after_doctor
+from .bench_options import loaded_from
+from .next_command import after_doctor, loading_words
+from .options import checkpoint_options, source_options
 
 
 @click.command()
-@option("--model", help="Local directory, Hugging Face repository, or demo.  [default: demo]")
+@checkpoint_options
+@source_options
 @option("--compile-only", is_flag=True, help="Only compile the kernels of released models.")
 @option("--bits-only", is_flag=True, help="Only check the kernels' bits, on small shapes.")
 @option("--op", multiple=True, help="With --compile-only or --bits-only: only this kernel; repeatable.")
@@ -63,8 +66,8 @@ def check_flags(flags: dict[str, Any]) -> None:
             raise click.UsageError(f"--{name.replace('_', '-')} needs --compile-only")
     if flags["op"] and not (compiling or checking):
         raise click.UsageError("--op needs --compile-only or --bits-only")
-    if flags["model"] and (compiling or checking):
-        raise click.UsageError("--model: --compile-only and --bits-only check no model")
+    if (given := loading_words(flags)) and (compiling or checking):
+        raise click.UsageError(f"{given[0]}: --compile-only and --bits-only check no model")
 
 
 def check_ops(ops: tuple[str, ...], known: tuple[str, ...]) -> None:
@@ -112,7 +115,7 @@ def examine_kernels(out: Path, flags: dict[str, Any]) -> None:
     if flags["bits_only"]:
         found = examine_bits(flags["op"], progress)
     else:
-        found = examine(open_subject(flags["model"], kernels="off"), progress)
+        found = examine(open_subject(kernels="off", **loaded_from(flags)), progress)
     good, words = verdict(found)
     write_whole(f"{out}.json", json.dumps(found, indent=1) + "\n")
     write_whole(f"{out}.md", page(found))

@@ -4,6 +4,10 @@ from collections.abc import Mapping
 from shlex import join
 from typing import Any
 
+ON = ("mtp", "vision")  # switches that are on by default
+LOADING = ("model", "config_from", "gguf_plan", "gguf_exact", "trust_remote_code", "adapter_path", "mtp", "mtp_path")
+LOADING += ("draft_model", "draft_vocab", "vision", "vision_path")  # options of all three commands
+
 
 def after_verify(diverged: bool, flags: Mapping[str, Any]) -> str:
     """Return the line below a verdict of `verify-lossless`, which names the next command. flags: the command's."""
@@ -31,7 +35,25 @@ def after_bench(different: bool, flags: Mapping[str, Any]) -> str:
 
 
 def _command(name: str, flags: Mapping[str, Any], *more: str) -> str:
-    """Return a command line with the same --model and, unless it is `doctor`, --draft-model, and `more` words."""
-    given = ("model",) if name == "doctor" else ("model", "draft_model")
-    options = [word for key in given if flags.get(key) for word in (f"--{key.replace('_', '-')}", flags[key])]
-    return join(["mlx-mtp", *name.split(), *options, *more])
+    """Return a command line with the options of `flags` that state what is loaded, then `more` words.
+
+    --kernels is repeated unless it is in `more`, or for `doctor`, which checks all kernels.
+    """
+    kernels = ["--kernels", flags["kernels"]] if flags.get("kernels") else []
+    repeated = [] if name == "doctor" or "--kernels" in more else kernels
+    return join(["mlx-mtp", *name.split(), *loading_words(flags), *repeated, *more])
+
+
+def loading_words(flags: Mapping[str, Any]) -> list[str]:
+    """Return the words of the options among `flags` that state what is loaded, without those with default values."""
+    words: list[str] = []
+    for name in LOADING:
+        flag, value = f"--{name.replace('_', '-')}", flags.get(name)
+        if name in ON:
+            words += [f"--no-{name}"] if value is False else []
+        elif value is True:
+            words.append(flag)
+        elif value:
+            for each in value if isinstance(value, tuple) else (value,):
+                words += [flag, str(each)]
+    return words

@@ -145,7 +145,7 @@ code_option = option(
     "--trust-remote-code", is_flag=True, help="Download the checkpoint's code and let the tokenizer run it."
 )
 checkpoint_options = options(option("--model", help=MODEL), code_option)
-loading_options = options(
+source_options = options(
     *gguf_options,
     option(
         "--adapter-path",
@@ -166,6 +166,9 @@ loading_options = options(
     option("--mtp-path", help="File or directory with the heads, such as the released checkpoint."),
     option("--vision/--no-vision", default=True, help="Read pictures with the model's vision tower, or refuse them."),
     option("--vision-path", help="File or directory with the vision tower, such as the released checkpoint."),
+)
+loading_options = options(
+    source_options,
     typed(
         "--kernels",
         KERNELS,
@@ -278,11 +281,21 @@ def checkpoint_path(model: str | None, *, code: bool = False, flags: dict[str, A
 
     code: also its Python files. flags: the command's, for a GGUF file, which is transcoded if that is not cached.
     """
+    from ..checkpoint.gguf.cached import is_gguf
+
+    found = own_path(model, code=code)
+    return transcoded(str(found), flags or {}) if is_gguf(found) else found
+
+
+def own_path(model: str | None, *, code: bool = False) -> Path:
+    """Return the directory or GGUF file of --model, by default the demo; download it if it is on the hub.
+
+    code: also its Python files.
+    """
     from ..checkpoint.files import resolve
     from ..checkpoint.gguf.cached import is_gguf
 
-    found = demo_path() if model is None else model if is_gguf(model) else resolve(model, code=code)
-    return transcoded(str(found), flags or {}) if is_gguf(found) else Path(found)
+    return Path(demo_path() if model is None else model if is_gguf(model) else resolve(model, code=code))
 
 
 def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
@@ -313,23 +326,13 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
     with loading(shown=shown):
         logging.getLogger("transformers").setLevel(logging.ERROR)  # its warnings about long prompts are false
         extra = ("trust_remote_code", "eos_token", "use_default_chat_template")
-        given = (
-            "vision",
-            "vision_path",
-            "mtp",
-            "mtp_path",
-            "draft_model",
-            "draft_vocab",
-            "adapter_path",
-            "kernels",
-            "wired_limit",
-        )
+        given = ("vision", "vision_path", "mtp", "mtp_path", "draft_model", "draft_vocab", "adapter_path", "kernels")
         model, tokenizer = load(
             path,
             tensor_group=group(),
             tokenizer_config={name: flags[name] for name in extra if flags.get(name)},
             budget=budget,
-            **{name: flags[name] for name in given},
+            **{name: flags[name] for name in (*given, "wired_limit")},
         )
     for token in flags.get("extra_eos_token", ()):
         try:

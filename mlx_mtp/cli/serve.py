@@ -173,11 +173,9 @@ def _find(flags: dict[str, Any]) -> list[Any]:
 
     A --model of the hub is downloaded. Raises UsageError if two models have the same name in requests.
     """
-    from ..checkpoint.gguf.cached import is_gguf
     from ..serve.catalog import offers
 
-    code = bool(flags["trust_remote_code"])
-    paths = [Path(m) if is_gguf(m) else options.checkpoint_path(m, code=code, flags=flags) for m in flags["models"]]
+    paths = [options.own_path(model, code=bool(flags["trust_remote_code"])) for model in flags["models"]]
     named = [(_names(model, ())[0], path) for model, path in zip(flags["models"], paths, strict=True)]
     found = offers(named, flags["models_dir"], flags["max_context"])
     names = [offer.name for offer in found]
@@ -214,9 +212,10 @@ def _load(ctx: click.Context, flags: dict[str, Any]) -> Any:
 
     with ctx.scope(cleanup=False):
         model, tokenizer = options.load_model(flags)
-    advised = advised_sampling(options.checkpoint_path(flags["model"], flags=flags))
+    path = options.own_path(flags["model"])
+    advised = advised_sampling(options.checkpoint_path(str(path), flags=flags))
     advised["xtc_special_tokens"] = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
-    return Loaded(model, tokenizer, advised, options.cache_layout(flags))
+    return Loaded(model, tokenizer, advised, options.cache_layout(flags), path)
 
 
 def _loaded(service: Any, flags: dict[str, Any]) -> None:
@@ -251,10 +250,12 @@ def _banner(service: Any, flags: dict[str, Any]) -> None:
     key = " -H 'Authorization: Bearer KEY'" if flags["api_key"] else ""
     question: Any = {"messages": [{"role": "user", "content": "What does len do?"}], "max_tokens": 60}
     if service.models:
+        from ..decoding.memory_needs import UNCHECKED
+
         offers = service.offers()
         click.echo(f"{len(offers)} models at {address} · a chat at {address}/", err=True)
         for offer in offers:
-            need = f"{offer.needed / 1e9:.2f} GB with 4,096 tokens"
+            need = f"{offer.needed / 1e9:.2f} GB with {min(offer.context, UNCHECKED):,} tokens"
             click.echo(f"  {offer.name} · {offer.context:,} positions · {need}", err=True)
         question["model"] = offers[0].name
     else:

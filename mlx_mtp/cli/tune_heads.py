@@ -70,6 +70,9 @@ def tune_heads(model: str | None, trust_remote_code: bool, out: Path, texts: tup
     bits, vocab = int(given.pop("bits")), given.pop("draft_vocab")
     settings = Settings(bits=None if bits == 16 else bits, draft_vocab=vocab or None, **given)
     settings.check()
+    files = [file for name in names for file in text_files(name)]
+    if names and not files:
+        raise click.BadParameter(f"no files in {', '.join(map(str, names))}", param_hint="TEXTS")
     path = checkpoint_path(model, code=trust_remote_code)
     with loading(shown=shows_progress(quiet=quiet)):
         logging.getLogger("transformers").setLevel(logging.ERROR)  # its warnings about long texts are false
@@ -80,7 +83,7 @@ def tune_heads(model: str | None, trust_remote_code: bool, out: Path, texts: tup
         tuned = tune(
             loaded,
             tokenizer,
-            [file for name in names for file in text_files(name)] or None,
+            files or None,
             out=out,
             settings=settings,
             confirm=None if quiet else lambda costs: click.echo(f"Estimate: {costs}", err=True),

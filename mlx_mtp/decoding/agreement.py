@@ -28,11 +28,12 @@ class Agreement:
         self._plans: deque[Plan] = deque()
 
     def meet(self, history: TokenHistory, pending_rows: int, refused: KernelRefused | None = None) -> None:
-        """Receive rank 0's next plan, for `plan`, and compare the last tokens; all ranks must call it.
+        """Receive rank 0's next plan, which `plan` then returns, set `stopping`, and compare the last tokens.
 
-        They call it between computations. pending_rows: rows that the drafter must read before it drafts; only rank
-        0's is used. refused: this rank's refused kernels. Raises on every rank: RuntimeError if the number of tokens
-        or the last CHECKED of them differ, KernelRefused if any rank has refused kernels.
+        All ranks must call this, between computations. pending_rows: rows that the drafter must read before it
+        drafts; only rank 0's number is used. refused: this rank's refused kernels. Raises on every rank: RuntimeError
+        if the number of tokens or the last CHECKED tokens differ; KernelRefused, which drops all plans, if any rank
+        has refused kernels.
         """
         decision = [0, 0, 0, 0]
         if self.ranks.rank == 0:
@@ -44,7 +45,7 @@ class Agreement:
         found = self.ranks.gather([*decision, *same, int(refused is not None)])
         if odd := [str(rank) for rank, numbers in enumerate(found) if numbers[4:6] != found[0][4:6]]:
             raise RuntimeError(
-                f"ranks: rank {', '.join(odd)} has other tokens than rank 0 after {found[0][4]} of them; "
+                f"ranks: the tokens of rank {', '.join(odd)} differ from the {found[0][4]} of rank 0; "
                 "use the same model, mlx and mlx_mtp on all ranks"
             )
         if any(numbers[6] for numbers in found):

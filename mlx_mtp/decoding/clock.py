@@ -27,16 +27,16 @@ class Clock:
         self._left = time.perf_counter()
 
     def resume(self) -> None:
-        """End the caller's time: it has asked for the next token."""
+        """End the caller's time: the caller has requested the next token."""
         self._caller += time.perf_counter() - self._left
 
     def arrived(self, waited: float, built: float, following: float | None, *, late: bool) -> float | None:
         """Return the seconds of the cycle that has just arrived; None if other work or the caller's time hides them.
 
-        waited: seconds that the host waited for it. built, following: seconds spent building this cycle and the next
-        one, None if that is not built. With `following` the result is that of `steady_seconds`. late: it was begun
-        after the caller returned; only then is the caller's time subtracted, because the two do not overlap. Sets
-        `took`, and starts the next cycle's time.
+        waited: seconds that the host waited for the cycle. built, following: seconds spent building this cycle and
+        the next one; following is None if the next one is not built, else the result is that of `steady_seconds`.
+        late: the cycle was begun after the caller's time; only then is that time subtracted, because the two do not
+        overlap. Sets `took`, and starts the next cycle's time.
         """
         now = time.perf_counter()
         elapsed, caller, self._arrival, self._caller = now - self._arrival, self._caller, now, 0.0

@@ -10,7 +10,8 @@ from .decoder import Decoder
 def agree(d: Decoder) -> None:
     """Run each kernel that the next graph launches for the first time; on ranks also receive rank 0's next plan.
 
-    Raises KernelRefused, on every rank, if any rank refuses a kernel, and as `Agreement.meet`.
+    On ranks `d.stopping` is set, too. Raises KernelRefused, on every rank, if any rank refuses a kernel, and as
+    `Agreement.meet`.
     """
     refused = newly_refused()
     if isinstance(d.control, Agreement):

@@ -38,8 +38,8 @@ def prefill_prompt(d: Decoder, prompt: list[int], progress: Callable[[int, int],
 def submit_first(d: Decoder, choose: Callable[[], Run]) -> Flight:
     """Submit the run that chooses a generation's first token; return it as a `Flight`.
 
-    The cache is at rest and contains every earlier token. choose: builds the run, of one row. If a kernel is refused
-    or the graph fails, it is called again after `disable_kernels`. Raises as these two.
+    The cache is at rest and contains every earlier token. choose: builds the run, of one row; it is called again
+    after `disable_kernels` if a kernel is refused or the graph fails. Raises as `choose` and `disable_kernels`.
     """
     cache = d.cache
     d.history = TokenHistory(cache.ids, cache.tokens)

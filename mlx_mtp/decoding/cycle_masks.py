@@ -100,7 +100,9 @@ class CycleMasks:
         return min((self.forced[i] for i, _ in self._guided()), default=self.k)
 
     def read(self, drafts: Sequence[Sequence[int]]) -> int:
-        """Write the masks of the rows after the given first drafts of each sequence, in `allowed` of the next draft.
+        """Write the masks after each of the given first drafts of each sequence in `rows`, the last in `allowed` too.
+
+        Masks after a draft that the grammar forbids stay as they are.
 
         Returns the maximum, over sequences with a grammar, of the number of first drafts that are allowed.
         """

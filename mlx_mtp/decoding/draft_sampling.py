@@ -129,7 +129,8 @@ class DraftChooser:
     def of(cls, picker: Picker, *, confidence: bool = False) -> "DraftChooser":
         """Return the chooser for a sequence whose target's tokens are chosen by `picker`.
 
-        It is greedy if the picker has a user's sampler or takes the likeliest tokens.
+        The chooser is greedy if the picker has a user's sampler or takes the likeliest tokens; else its mode is the
+        picker's `draft_sampling`.
         """
         draws = picker.sampler is None and not picker.options.greedy
         return cls(picker.draft_sampling if draws else "greedy", picker.options, picker.key, confidence)

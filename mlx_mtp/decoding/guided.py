@@ -43,7 +43,7 @@ def forced_plan(d: Decoder, planned: Plan, max_drafts: float) -> Plan | None:
 def redrafted(control: Any, planned: Plan, forced: Sequence[int]) -> Plan:
     """Return `planned`, or a plan of drafts that grammars force. forced: their number in each sequence.
 
-    A Controller compares estimates; with another control it is the latter if it has more drafts in sum.
+    A Controller compares estimates; with another control the latter is returned if it has more drafts in sum.
     """
     if isinstance(control, Controller):
         return control.redraft(planned, forced)
@@ -97,8 +97,8 @@ def choose_allowed(
 def confident_drafts(d: Decoder, last: Flight, new: Flight) -> Drafts:
     """Evaluate a cycle's drafts, which writes the drafter's caches; return those before the first improbable one.
 
-    With a grammar, also only those before the first that it forbids. Raises KernelRefused for a kernel that was
-    launched for the first time, GraphFailed, and GrammarError.
+    With a grammar, also only those before the first that it forbids. `new` becomes the cycle submitted last. Raises
+    KernelRefused if a kernel that the graph launches for the first time is refused, GraphFailed, and GrammarError.
     """
     if refused := newly_refused():
         raise refused

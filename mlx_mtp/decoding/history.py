@@ -101,7 +101,8 @@ class TokenHistory:
     def matches(self, size: int) -> list[tuple[int, int]]:
         """Return earlier copies of the end of the first `size` tokens: (length, index of the token after it) of each.
 
-        The longest come first, of equal length the newest. A length is from SHORTEST to LONGEST; not all are found.
+        The longest come first, of equal length the newest. Lengths are from SHORTEST to LONGEST; not every copy is
+        found.
         """
         if not size:
             return []
@@ -119,7 +120,7 @@ class TokenHistory:
 
 
 def _numbers(tokens: np.ndarray, length: int) -> np.ndarray:
-    """Return the number of the run of `length` tokens that ends at each position, uint64 [N]; zeros precede all."""
+    """Return the number of the run of `length` tokens that ends at each position, uint64 [N]; 0s precede all."""
     padded = np.concatenate([np.zeros(length - 1, np.uint64), tokens.astype(np.uint64)])
     numbers = np.zeros(tokens.size, np.uint64)
     for i in range(length):

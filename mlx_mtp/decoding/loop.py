@@ -93,7 +93,7 @@ def _advance(d: Decoder, cycle: Flight, left: int, stop_tokens: Collection[int])
 
 
 def _cut(tokens: list[int], left: int, stop_tokens: Collection[int]) -> tuple[list[int], bool]:
-    """Return a cycle's tokens up to a stop token or `left` of them, and whether they are the last."""
+    """Return a cycle's tokens up to and with a stop token, at most `left`, and whether they are the last."""
     end = next((i for i, token in enumerate(tokens, 1) if token in stop_tokens or i == left), None)
     return tokens[:end], end is not None
 

@@ -15,7 +15,7 @@ Masks = Sequence[mx.array | None]  # per sequence, int32 [R, words] of its R row
 def mask_row(matcher: Matcher | None, tokens: Any) -> mx.array | None:
     """Return the mask of the token after `tokens`, int32 [1, words]; None without a matcher.
 
-    tokens: all of the sequence, which the matcher follows. Raises GrammarError as that does.
+    tokens: all of the sequence, which the matcher follows. GrammarError as of `Matcher.follow` and `Matcher.fill`.
     """
     if matcher is None:
         return None

@@ -25,6 +25,7 @@ LONGEST = 2**22  # positions; maximum of a search for a context
 GRAIN = 256  # positions by which buffers grow and contexts are searched
 FEWEST = 16  # minimum rows per chunk when a longer context is estimated
 NARROW = 256  # minimum width in `_upper_bound`: narrower models have more heads per column
+STATED = "max_position_embeddings"  # in config.json
 SMALLER = (8, 4)  # kv_bits that a refusal suggests
 
 
@@ -70,8 +71,8 @@ class Budget:
     def check(self, model: Target, path: Path) -> None:
         """Raise ValueError, with what would fit, if `model`, loaded lazily from `path`, needs too much memory.
 
-        Nothing is checked with `ignore` or the environment variable; a layout that the model lacks raises in any
-        case.
+        Nothing is checked with `ignore` or the environment variable IGNORE; a layout that the model does not support
+        raises ValueError in any case.
         """
         have, cache = memory.available(), make_prompt_cache(model, **self.layout)
         weights = nbytes(model.parameters())
@@ -104,7 +105,10 @@ def _tower_bytes(model: Target) -> int:
 
 
 def _caches_and_scratch(model: Target, cache: PromptCache, context: int, rows: int) -> tuple[int, int, int]:
-    """Estimate the bytes of the target's caches, of the heads' caches, and of temporary arrays of the last `rows`."""
+    """Estimate the bytes of the target's caches, of the heads' caches, and of temporary arrays.
+
+    The caches are at `context` positions; the arrays are those of prefilling the last `rows` of these.
+    """
     full, kv, head_kv = _filled(model, cache, context)
     # A CPU runs a recurrence row by row: its graph is too large for many rows.
     if any(c.is_state for c in full.layers) and mx.default_device() == mx.cpu and rows > LOOPED[-1]:
@@ -118,7 +122,7 @@ def _caches_and_scratch(model: Target, cache: PromptCache, context: int, rows: i
 def _upper_bound(model: Target, cache: PromptCache, context: int, rows: int) -> int:
     """Return an upper bound of the sum of `_caches_and_scratch` that needs no graph.
 
-    It assumes an attention head per 8 columns, and keys as wide as the model.
+    The bound assumes an attention head per 8 columns, and keys as wide as the model.
     """
     width, layers = max(NARROW, model.no_hidden().shape[-1]), len(model.layers) + len(model.mtp)
     positions = context + 2 * GRAIN + max((c.window or 0 for c in cache.caches), default=0)
@@ -155,6 +159,12 @@ def _logits(model: Target) -> int:
     return (1 + model.max_draft_tokens) * model.vocab_size * 4 * 4
 
 
+def stated_positions(model: Any) -> int | None:
+    """Return the maximum positions in a model's config.json, there or in its text_config; None if it states none."""
+    text = getattr(model.args, "text_config", None)
+    return getattr(model.args, STATED, None) or (text.get(STATED) if isinstance(text, dict) else None) or None
+
+
 def largest_context(model: Target, budget: int, *, chunk: int = CHUNK, longest: int = LONGEST, **layout: Any) -> int:
     """Return a number of positions, about the largest, whose `needs` fit in `budget` bytes; 0 if none does.
 
@@ -183,7 +193,10 @@ def _largest(model: Target, cache: PromptCache, room: int, chunk: int, longest: 
 
 
 def _fitting(model: Target, budget: int, asked: Budget) -> Iterator[str]:
-    """Yield in words what would fit: a shorter context, one with quantized caches; nothing if the weights do not."""
+    """Yield in words what would fit: a shorter context, one with quantized caches; nothing if the weights do not.
+
+    budget: bytes for weights, caches and temporary arrays. asked: the load's Budget.
+    """
     plain = largest_context(model, budget, chunk=asked.step, **asked.layout)
     if plain:
         yield f"max_context={plain} fits"
@@ -223,7 +236,7 @@ def check_prompt(
     """Raise ValueError if appending `prompt` tokens and `max_tokens` to `cache` needs more memory than is available.
 
     A max_tokens of -1, no limit, counts as one token. Nothing is checked up to UNCHECKED positions in all, with
-    `ignore`, or with the environment variable IGNORE.
+    `ignore`, or with the environment variable IGNORE. chunk: tokens per prefill chunk.
     """
     context = cache.offset + prompt + abs(max_tokens)
     if context <= UNCHECKED or ignore or ignored():
@@ -243,8 +256,8 @@ def make_room(
 ) -> int:
     """Reserve positions for a prompt and new tokens; return the maximum number of new tokens, -1 for no limit.
 
-    limit: max_tokens; at most RESERVED_TOKENS of them are reserved. Raises ValueError if `max_context` or, with
-    `check`, the available memory is exceeded.
+    limit: max_tokens; at most RESERVED_TOKENS positions are reserved for new tokens. chunk: tokens per prefill chunk.
+    Raises ValueError if `max_context` or, with `check`, the available memory is exceeded.
     """
     limit = within(max_context, cache.offset, prompt, limit)
     check_prompt(model, cache, prompt, limit, chunk, ignore=not check)

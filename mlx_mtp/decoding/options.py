@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
 from inspect import cleandoc
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -48,7 +49,7 @@ compile_cycles: record cycles of equal shapes and replay them. None: on a GPU, u
 draft_sampling: at a temperature, drafts are the heads' likeliest tokens ("greedy"), or draws with the noise of the
     target's draws ("coupled", the default).
 prompt_cache: from `make_prompt_cache`; the prompt is appended to it. At the end, also after an early stop, it
-    contains every token but the last one yielded. An empty list of mlx_lm's caches receives a new one.
+    contains every token but the last one yielded. In a list, mlx_lm's empty caches are replaced by a new one.
 prefill_step_size: tokens per prefill chunk. None: chosen by the load, 2048, 1024, 512 or 256; on a CPU 256.
 kv_bits, mtp_kv_bits: bits of the target's and the heads' keys and values: 2, 3, 4, 5, 6, 8, or None.
 kv_group_size: values that are quantized together: 32, 64, 128, or None for 64, 32 where the head size needs it.
@@ -91,14 +92,21 @@ def check_model(model: Any) -> None:
 
 
 def check_numbers(max_tokens: int, chunk: int, seed: int | None, draft_p_min: float) -> None:
-    """Raise ValueError for the first of these options that is out of range; `chunk` is prefill_step_size."""
+    """Raise ValueError for the first of these options that is out of range or no number.
+
+    All but draft_p_min must be integers. chunk: the option prefill_step_size.
+    """
     for name, value, least in (("max_tokens", max_tokens, -1), ("prefill_step_size", chunk, 1)):
-        if value < least:
-            raise ValueError(f"{name}={value}: allowed is {least} or more")
-    if seed is not None and not 0 <= seed < 2**63:
-        raise ValueError(f"seed={seed}: allowed is 0 to 2**63 - 1")
-    if not 0 <= draft_p_min <= 1:
-        raise ValueError(f"draft_p_min={draft_p_min}: allowed is between 0 and 1")
+        if not _is_integer(value) or value < least:
+            raise ValueError(f"{name}={value!r}: allowed is {least} or more, as an integer")
+    if seed is not None and not (_is_integer(seed) and 0 <= seed < 2**63):
+        raise ValueError(f"seed={seed!r}: allowed is 0 to 2**63 - 1, as an integer")
+    if not isinstance(draft_p_min, Real) or not 0 <= draft_p_min <= 1:
+        raise ValueError(f"draft_p_min={draft_p_min!r}: allowed is between 0 and 1")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_sampling(sampling: Sampling, sampler: Sampler | None, mode: str) -> None:
@@ -168,7 +176,7 @@ def token_ids(prompt: mx.array | Sequence[int], vocab_size: int, *, pictures: bo
 
 
 def cache_options(options: Any) -> dict[str, Any]:
-    """Remove those of CACHE_OPTIONS that are in `options`, a dict, and return them.
+    """Remove those of CACHE_OPTIONS that are in `options`, a dict, and return them in another dict.
 
     quantized_kv_start is always returned, by default QUANTIZED_KV_START.
     """
@@ -186,9 +194,10 @@ def cache_for(
 ) -> PromptCache:
     """Return the caller's cache, or for None a new one by `make_prompt_cache` with k as its num_draft_tokens.
 
-    Its `adapter` becomes the selected one's. With a cache, k, group_size and start are ignored. Raises ValueError for
-    a cache together with an option of `layout` that is not None, for a cache with another number of layers or more
-    heads than the model, or of tokens read with another adapter, and for what `make_prompt_cache` refuses.
+    The cache's `adapter` becomes the digest of the selected adapter. With a cache, k, group_size and start are
+    ignored. Raises ValueError for a cache together with an option of `layout` that is not None, for a cache with
+    another number of layers or more heads than the model, or of tokens read with another adapter, and for what
+    `make_prompt_cache` refuses.
     """
     adapters = model.runtime.adapters
     if given is None:
@@ -199,7 +208,7 @@ def cache_for(
     if asked := [f"{name}={value}" for name, value in layout.items() if value is not None]:
         raise ValueError(f"{asked[0]}: fixed when a prompt_cache is made; give it to make_prompt_cache")
     if len(given.layers) != len(model.windows()) or len(given.heads) > len(model.head_windows()):
-        raise ValueError("prompt_cache: made for another model (its layers or heads do not match)")
+        raise ValueError("prompt_cache: made for another model (its layers or heads do not match); make a new one")
     if given.offset and given.adapter not in (None, adapters.fingerprint):
         before = adapters.name_of(given.adapter)
         raise ValueError(

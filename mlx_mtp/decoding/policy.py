@@ -64,7 +64,10 @@ class Learned:
         self.together_replayed: dict[int, Costs] = {}
 
     def recall(self, *, replayed: bool) -> Costs | None:
-        """Return what earlier generations measured, in this or another process; None if nothing."""
+        """Return the costs of replayed, or of built, cycles that earlier generations measured; None without any.
+
+        These generations ran in this or another process.
+        """
         if replayed not in self.costs:
             self.costs[replayed] = self.remembered[replayed].recall()
         return self.costs[replayed]
@@ -104,8 +107,9 @@ def control_for(
 ) -> Controller | Fixed:
     """Return a generation's control: at most k drafts, or max_lookup of prompt lookup, per cycle.
 
-    It adapts the number to measured costs, which begin with those stored for built or replayed cycles. It is fixed
-    without `adaptive`, or if both maxima and that of the matcher's drafts are 0.
+    The control adapts the number to measured costs, which begin with those stored for built or replayed cycles. It is
+    Fixed without `adaptive`, or if both maxima and that of the matcher's drafts are 0. p_min: whether draft_p_min is
+    above 0. compiled: as of `compiled_for`.
     """
     if adaptive and (k or max_lookup or (matcher and matcher.most)):
         costs = learned(model)
@@ -131,12 +135,12 @@ def others_of(model: Target, k: int) -> dict[str, int]:
 
 
 def _replayed(compiled: Compiled | None) -> bool:
-    """Return whether cycles are replayed from the first one on."""
+    """Return whether a generation's cycles are replayed from its first cycle on."""
     return compiled is not None and bool(compiled.choice.verdict) and not compiled.choice.tried
 
 
 def compiled_for(model: Target, cache: PromptCache, picker: Picker, asked: bool | None) -> Compiled | None:
-    """Return a generation's replay of recorded cycles; None if every cycle is to be built.
+    """Return a generation's `Compiled`, its replay of recorded cycles; None if every cycle is to be built.
 
     Cycles that run a caller's code or mlx-lm's caches are always built. asked: the option `compile_cycles`; None
     means on a GPU, unless a replay trial found that building is faster with this model on this machine.

@@ -54,7 +54,7 @@ def read_chunk(
 
     Only the tokens before the position at which caches must be quantized, or before a picture's begin or end, are
     read. After an error that `Fallback.take` handles they are read again. If `cache.reach` is None, the drafter reads
-    them too, with `heads` or if it `absorbs`. Raises ValueError as `features_of`.
+    all but the newest, `chunk` at a time, with `heads` or if it `absorbs`. Raises ValueError as `features_of`.
     """
     fallback = Fallback(model)
     while True:

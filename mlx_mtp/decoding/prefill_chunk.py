@@ -19,7 +19,7 @@ from ..machine.memory import working_set
 from ..machine.remembered import RememberedFile, machine
 from ..tuning.cost_file import MLX_VERSION
 from .graph_memory import fill, graph_of, nbytes
-from .memory_needs import UNCHECKED, kv_bytes
+from .memory_needs import UNCHECKED, kv_bytes, stated_positions
 from .policy import shapes_of
 from .prefill import read_chunk
 
@@ -41,7 +41,7 @@ def prefill_chunk(model: Target, layout: Mapping[str, Any], *, lazy: bool = Fals
 
     A stored choice is used, else the device is timed and the choice stored. All ranks call this and get rank 0's.
     layout: arguments of `make_prompt_cache`. lazy: do not read the weights; without a stored choice, return the
-    smallest chunk.
+    smallest chunk. What is returned is also the choice of later loads of the same facts in this process.
     """
     if mx.default_device() == mx.cpu:
         return None
@@ -71,7 +71,10 @@ def largest_chunk(seconds: float, growth: float) -> int:
 
 
 def sample_seconds(model: Target, blank: PromptCache) -> float:
-    """Return the seconds of prefilling the first SAMPLE rows of a prompt on the device, the minimum of RUNS."""
+    """Return the seconds of prefilling the first SAMPLE rows of a prompt on the device, the minimum of RUNS.
+
+    blank: an empty cache of the model, for its layout.
+    """
     tokens, spent = [7 * i % model.vocab_size for i in range(SAMPLE)], []
     for _ in range(1 + RUNS):
         cache, tic = blank.like_new(), time.perf_counter()
@@ -85,7 +88,7 @@ def sample_seconds(model: Target, blank: PromptCache) -> float:
 def growth(model: Target, blank: PromptCache, context: int) -> float:
     """Return the ratio of a row's multiply-adds at `context` positions to those within the first SAMPLE rows.
 
-    At least 1.0; 1.0 if `graph_of` returns [].
+    At least 1.0; 1.0 if `graph_of` returns []. blank: an empty cache of the model, for its layout.
     """
     first = multiply_adds(model, blank, SAMPLE, SAMPLE)
     if not first:
@@ -100,7 +103,7 @@ def growth(model: Target, blank: PromptCache, context: int) -> float:
 def multiply_adds(model: Target, blank: PromptCache, context: int, rows: int) -> int:
     """Return the multiply-adds of products and attention when the last `rows` of `context` positions are prefilled.
 
-    0 if `graph_of` returns [].
+    0 if `graph_of` returns []. blank: an empty cache of the model, for its layout.
     """
     full = blank.like_new()
     full.quantize_at(context - 1)
@@ -124,9 +127,9 @@ def longest_context(model: Target, blank: PromptCache) -> int:
     """Return the largest number of positions that the model supports and whose caches fit in the GPU's memory.
 
     Memory limits it to no fewer than UNCHECKED, and not at all if its size is unknown. LONGEST stands for a maximum
-    that the model does not state.
+    that the model does not state. blank: an empty cache of the model, for its layout.
     """
-    supported, memory = getattr(model.args, "max_position_embeddings", None) or LONGEST, working_set()
+    supported, memory = stated_positions(model) or LONGEST, working_set()
     if memory is None:
         return supported
     short, long = (sum(kv_bytes(model, blank, positions)) for positions in (SPAN, 2 * SPAN))

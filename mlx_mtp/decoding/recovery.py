@@ -12,8 +12,8 @@ from .run import Run
 def resume(d: Decoder, error: Trouble) -> Flight:
     """Continue after an error: call `disable_kernels`; return a first `Flight` after the last yielded token.
 
-    The flight's token is the last yielded one, which must not be yielded again; if none was, the first one. Raises if
-    no kernel can have caused the error.
+    The flight's token is the last yielded one, which must not be yielded again; if none was yielded, it is the first
+    generated token, which is still to be yielded. Raises as `disable_kernels` if no kernel can have caused the error.
     """
     try:
         disable_kernels(d, error)

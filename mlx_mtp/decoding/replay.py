@@ -181,7 +181,7 @@ class Recorder:
     def fit(self, model: Target) -> None:
         """Drop the records with the selected adapter if the model has changed since they were made.
 
-        That includes its kernels, its drafter and the device.
+        A change of its kernels, its drafter or the device counts, too.
         """
         state = [str(mx.default_device()), getattr(model, "drafter", None), *_state(model)]
         known = self._states.get(adapter := model.runtime.adapters.selected, [])
@@ -217,7 +217,7 @@ class Recorder:
     def _excess(self, new: tuple[threading.Thread, Any], held: int) -> tuple[threading.Thread, Any] | None:
         """Return the key of the least recently used record with caches like the new one's; None if none is too many.
 
-        It is of the new one's thread if that has more than KEPT, else of any thread.
+        It is a record of the new one's thread if that has more than KEPT such records, else of any thread.
         """
         alike = [key for key in self.cycles if type(key[1].form) is type(new[1].form)]
         here = [key for key in alike if key[0] == new[0]]

@@ -27,7 +27,7 @@ class Stats:
                    keep the style of its separators.
     lengths:       number of cycles by the number of drafts that they verified.
     waits:         host reads in cycles: one per cycle; with p_min one more; with a grammar one more for the drafts,
-                   if any, or one for each draft that it does not force where it masks all of them.
+                   if any, or in stepwise cycles (`Plan.stepwise`) one for each draft that the grammar does not force.
     built_late:    cycles built after the previous cycle was read, by reason; not the first, nor those that replace
                    one built ahead because the grammar forces tokens.
     compiled_cycles: replayed cycles; compiled_shapes: kinds of steps recorded for replay.
@@ -177,7 +177,7 @@ class Stats:
         self.peak_memory = max(self.peak_memory, mx.get_peak_memory())
 
     def time_phases(self, run: Any) -> None:
-        """Every TIMED_EVERY cycles, evaluate a run's drafts and then its verify, and time both, if it can draft."""
+        """Every TIMED_EVERY cycles evaluate a run's drafts, then its verify, timing both; not for plain decoding."""
         if not self._first_token or not self.num_draft_tokens or self.cycles % TIMED_EVERY:
             return
         for half, array in enumerate((run.drafts, run.packed)):
@@ -199,8 +199,8 @@ class Stats:
     def count_cycle(self, drafted: int, accepted: int, source: str, forced: int = 0) -> None:
         """Count a cycle that verified `drafted` drafts from `source` and accepted `accepted` of them.
 
-        forced: number of first drafts that a grammar forces, which count as its own. Drafts of "lookup" and "grammar"
-        are counted apart, without depth. `whole`, if set, counts the cycle too.
+        forced: number of first drafts that a grammar forces, which count as the grammar's. Drafts of "lookup" and
+        "grammar" are counted apart, without depth. `whole`, if set, counts the cycle too.
         """
         if self.whole is not None:
             self.whole.count_cycle(drafted, accepted, source, forced)

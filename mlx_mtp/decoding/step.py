@@ -69,7 +69,7 @@ def verify(frame: Frame, run: Run, drafts: Drafts, limits: mx.array | None = Non
 
 
 def read_rows(frame: Frame, run: Run, drafts: Drafts) -> Passed:
-    """Append the newest token and each draft to the target's caches; return their rows."""
+    """Append the newest token and each draft to the target's caches; return their rows as `Passed`."""
     model, cache = frame.model, frame.cache
     position, rows = cache.layers[0].offset + 1, run.newest()
     if drafts.tokens is not None:
@@ -78,7 +78,7 @@ def read_rows(frame: Frame, run: Run, drafts: Drafts) -> Passed:
 
 
 def choose(model: Target, members: Members, passed: Passed, limits: mx.array | None = None, masks: Masks = ()) -> Run:
-    """Return the run of the target's own tokens after rows that it has read, with the number of accepted drafts."""
+    """Return the run of the target's own tokens after rows it has read, with accepted drafts, at most `limits`."""
     hidden, position, drafted = passed[:3]
     tokens, logprobs = pick(model, hidden, position, drafted, members, masks)
     accepted = NONE_ACCEPTED if len(members) == 1 else mx.zeros(len(members), mx.int32)

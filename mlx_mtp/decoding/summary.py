@@ -11,7 +11,10 @@ def shares(drafted: Iterable[float], accepted: Iterable[float]) -> list[float | 
 
 
 def percentages(found: Shares, *, decimals: int = 0, separator: str = " / ", missing: str = "not drafted") -> str:
-    """Return shares as "92% / 80% / not drafted"; if all are None "none (nothing drafted)", "" for no shares."""
+    """Return shares as "92% / 80% / not drafted"; if all are None "none (nothing drafted)", "" for no shares.
+
+    missing: the text for None.
+    """
     if found and all(share is None for share in found):
         return "none (nothing drafted)"
     return separator.join(missing if share is None else f"{share:.{decimals}%}" for share in found)

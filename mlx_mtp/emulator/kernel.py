@@ -82,10 +82,12 @@ class MetalKernel:
         stream=None,
         options: EmulatorOptions | None = None,
     ) -> list[mx.array]:
-        """Run the kernel now. Arguments are those of `mx.fast.metal_kernel`'s result, and `options`.
+        """Run the kernel now; return its outputs.
 
+        Arguments are those of the result of `mx.fast.metal_kernel`, and `options`.
         options: None for those of the innermost `emulated` block, else the defaults. Raises KernelFault for behaviour
-        that Metal leaves undefined and `options` do not allow, CompileError, and ValueError for wrong arguments.
+        that Metal leaves undefined and `options` do not allow, CompileError, and ValueError for wrong arguments and
+        as `find_clang`.
         """
         options = options or (emulations[-1][0] if emulations else EmulatorOptions())
         threads, group = _checked_triple(grid, "grid"), _checked_triple(threadgroup, "threadgroup")

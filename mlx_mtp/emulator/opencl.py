@@ -112,7 +112,7 @@ def expanded(text: str, name: str) -> str:
 def read(
     text: str, name: str, spaces: Spaces, *, preamble: bool = True, compiled: bool = False
 ) -> tuple[str, list[Diagnostic]]:
-    """Parse the output of `to_opencl`; return LLVM's assembly and messages; "" without `compiled`.
+    """Parse the output of `to_opencl`; return LLVM's assembly ("" without `compiled`) and clang's messages.
 
     preamble: put the declarations of Metal's library and MLX's preamble before it.
     """
@@ -145,7 +145,10 @@ def _parsed(spaces: Spaces) -> Path:
 
 
 def precompiled(name: str, command: list[str], headers: str, preamble: str) -> Path:
-    """Return the file of Metal's headers and MLX's preamble, precompiled with `command` unless the cache has it."""
+    """Return the path of the precompiled `headers` and `preamble`, made with `command` unless the cache has it.
+
+    headers, preamble: texts; the second follows the first. name: the start of the file's name.
+    """
     version = version_of(zig(), "clang")
     key = digest(preamble, command[1:], UNDATED, version, directory_digest(STRICT))
     target = cache_directory() / f"{name}-{key}.pch"

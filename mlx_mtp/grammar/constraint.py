@@ -106,7 +106,8 @@ def vocabulary_of(tokenizer: Any, vocab_size: int) -> Vocabulary:
     LLTokenizer = llguidance().LLTokenizer
     if isinstance(tokenizer, LLTokenizer):
         if tokenizer.vocab_size > vocab_size:
-            raise ValueError(f"tokenizer: {tokenizer.vocab_size} tokens, more than the model's {vocab_size}")
+            more = f"{tokenizer.vocab_size} tokens, more than the model's {vocab_size}"
+            raise ValueError(f"tokenizer: {more}; use the model's own tokenizer")
         return _vocabulary(tokenizer)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -134,8 +135,9 @@ def _vocabulary(own: Any) -> Vocabulary:
 def _parser(own: Any, grammar: Grammar, *, style: bool = False) -> Any:
     """Return a matcher at the start of a grammar, which has computed its first mask; it is copied, never advanced.
 
-    It is in error if it accepts no text, or if that mask exceeds the limits of work. Raises ValueError, with the
-    grammar's name, if the grammar is invalid.
+    The matcher is in error if it accepts no text, or if that mask exceeds the limits of work. own: llguidance's
+    tokenizer. style: apply the lower limits of styles. Raises ValueError, with the grammar's name, if the grammar is
+    invalid.
     """
     library = llguidance()
     limits = library.style_limits if style else library.limits

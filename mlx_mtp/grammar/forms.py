@@ -71,7 +71,8 @@ def lark(grammar: str, *, tokenizer: Any = None) -> Grammar:
     """Return the grammar of a Lark text in llguidance's dialect, with the rule `start`.
 
     Special tokens of the tokenizer stand in it as `<name>`: a string never matches them. `%json` may contain no
-    `x-guidance`, and its white space is not bounded.
+    `x-guidance`, and its white space is not bounded. Raises ValueError for `x-guidance`, and if llguidance does not
+    support the grammar.
     """
     if "x-guidance" in grammar:
         raise ValueError("lark: x-guidance is not supported; give a schema with mlx_mtp.grammar.json_schema")
@@ -159,7 +160,10 @@ def _spacings(whitespace: int | str | None) -> tuple[dict[str, Any], list[dict[s
 
 
 def _text(schema: dict[str, Any], spaces: dict[str, Any]) -> str:
-    """Return llguidance's text of a schema. All options are overrides: those in the schema change nothing."""
+    """Return llguidance's text of a schema; ValueError if llguidance refuses it.
+
+    All options are overrides: those in the schema change nothing.
+    """
     make = llguidance().LLMatcher.grammar_from_json_schema
     try:
         own = equivalent(schema)

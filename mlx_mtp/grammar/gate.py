@@ -103,9 +103,10 @@ class GatedMatcher(Matcher):
         return fits
 
     def drafts(self, most: int) -> list[int]:
-        """Return up to `most` tokens: as `Matcher.drafts` where the grammar applies, with `repeats` without its end.
+        """Return up to `most` tokens: where the grammar applies, those of `Matcher.drafts`.
 
-        Within `opens` or a text of `instead`, its remaining tokens; elsewhere none.
+        With `repeats` an end-of-text token at their end is left out. Within `opens` or a text of `instead`, its
+        remaining tokens; elsewhere none.
         """
         if self._place.kind == "grammar":
             found = super().drafts(most)

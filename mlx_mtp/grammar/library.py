@@ -26,7 +26,7 @@ class Library(NamedTuple):
 
 @cache
 def llguidance() -> Library:
-    """Return llguidance; ValueError that states how to install it if it is missing."""
+    """Return the `Library`; ValueError that states how to install llguidance if it is missing."""
     try:
         from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     except ImportError:

@@ -96,8 +96,8 @@ class Matcher:
     def drafts(self, most: int) -> list[int]:
         """Return up to `most` tokens that must follow, or that follow if the text keeps the style of its separators.
 
-        The longer of both. Where the answer must end, an end-of-text token is the last. They are only proposed: masks
-        decide whether each is allowed.
+        Of these two lists the longer one is returned. Where the answer must end, its last token is an end-of-text
+        token. The tokens are only proposed: masks decide whether each is allowed.
         """
         if new := self._unfollowed:
             self._twins = [twin for twin in self._twins if twin.try_consume_tokens(new) == len(new)]

@@ -165,10 +165,10 @@ def all_ran() -> None:
 
 
 def run_again() -> list[Refusal]:
-    """Run again, on zeros, the launches of all threads that ran in `run_new` or were marked; return the failures.
+    """Run again, on zeros, the launches of all threads that ran in `run_new` or that `all_ran` marked.
 
-    One launch per variant and text runs. Those that cannot run here (`Launch.current`) are skipped, and one that
-    lacks memory is not returned.
+    One launch per variant and text runs. Those that cannot run here (`Launch.current`) are skipped. Returns the
+    failures, without those for lack of memory.
     """
     found = [(launch.key, launch.run()) for launch in _known.values() if launch.current]
     return [Refusal(key, error) for key, error in found if error is not None and not out_of_memory(str(error))]

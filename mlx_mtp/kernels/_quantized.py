@@ -110,7 +110,8 @@ def packs(bits: int) -> tuple[int, int]:
 def lanes(weights: Quantized) -> tuple[int, int]:
     """Return (values of K that a lane reads at once, lanes per weight row).
 
-    They are those of MLX 0.32.4's kernel for one row; for block formats, which MLX does not support, those of ours.
+    Both numbers are those of MLX 0.32.4's kernel for one row; for block formats, which MLX does not support, those of
+    our kernels.
     """
     if weights.k in (64, 128) and weights.bits in (2, 4, 8) and not weights.is_blocks:
         return weights.k // 4, 4  # qmv_quad
@@ -136,7 +137,7 @@ def dequantized(weights: Quantized) -> mx.array:
 
 
 def stock_product(x: mx.array, weights: Quantized) -> mx.array:
-    """Return x [..., K] times the weights [N, K], without a bias, as [..., N], by MLX's quantized product.
+    """Return x [..., K] times the weights [N, K], as [..., N], by MLX's quantized product; no bias is added.
 
     MLX has none for block formats: these weights are dequantized in pieces, multiplied in float32, and the result is
     cast to x's type.

@@ -54,7 +54,7 @@ class Routing:
     def check(self, experts: int) -> None:
         """Raise ValueError if top_k exceeds `experts`, or they cannot form n_group > 1 equal groups of at least 2."""
         if self.top_k > experts:
-            raise ValueError(f"top_k is {self.top_k}; there are {experts} experts")
+            raise ValueError(f"top_k is {self.top_k}; there are {experts} experts, so it must be at most {experts}")
         if self.n_group > 1 and (experts % self.n_group or experts < 2 * self.n_group):
             groups = f"groups of equal size, at least 2, cannot hold {experts} experts"
             raise ValueError(f"n_group is {self.n_group}; {groups}")
@@ -116,7 +116,7 @@ def routable(logits: mx.array, routing: Routing) -> bool:
 def room(m: int, top_k: int) -> int:
     """Return the number of pairs for which a threadgroup reserves memory: top_k times 8 if m <= 8, else times 16.
 
-    It is rounded up to a multiple of 128.
+    The number is rounded up to a multiple of 128.
     """
     return 128 * -(-(FEW_ROWS if m <= FEW_ROWS else MOST_ROWS) * top_k // 128)
 

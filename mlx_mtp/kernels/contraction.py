@@ -46,7 +46,8 @@ def kernel_spelling(kernel: str) -> str:
 def spelling(op: str) -> str:
     """Return the spelling in use for an op, one of SPELLINGS: how its kernels write multiply-adds.
 
-    Until the op's trial it is the one taken last by any op, at first AS_COMPILED; `spelled` comes first.
+    Until the op's trial it is the spelling taken last by any op, at first AS_COMPILED. In a thread that is inside
+    `spelled` for the op, it is the spelling of that block.
     `verify_head` and `verify_moe` have that of `verify_qmm`; other ops without MLX's sums have AS_COMPILED.
     """
     op = FOLLOWS.get(op, op)

@@ -92,7 +92,7 @@ def delta_inputs(
 
     x: [B, T, C] float16, bfloat16 or float32; or [B, T, G, C/G], the heads in G groups, each with its q, k and v.
     before: [B, taps-1+P, C], the rows before and on the tape of P rows, q, k and v of all heads; rows after the
-        accepted may hold anything. weight: [C, taps, 1]. Both of x's dtype.
+        accepted may hold anything. weight: [C, taps, 1]. before and weight have x's dtype.
     gates: of any of these dtypes; g = exp(-exp(A_log) softplus(a + dt_bias)) is float32, beta = sigmoid(b) has b's
     dtype.
     accepted: [B] int32, from 0 to P. None: there is no tape, P = 0. Any array may be a view. Raises ValueError if

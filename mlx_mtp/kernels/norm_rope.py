@@ -141,8 +141,8 @@ def _check(q: mx.array, k: mx.array, offset: mx.array | int, rope: Rope, weights
     if q.ndim != 4 or k.ndim != 4 or q.shape[:2] != k.shape[:2]:
         raise ValueError(f"q has shape {q.shape} and k {k.shape}; they must be [B, L, heads, values], of one B and L")
     if not rope.dims <= D <= min(q.shape[-1], k.shape[-1]):
-        widths = f"heads have {q.shape[-1]} and {k.shape[-1]} values and {rope.dims} are rotated"
-        raise ValueError(f"head_dim is {D}; {widths}: it must lie between")
+        allowed = f"from {rope.dims}, the rotated values, to {min(q.shape[-1], k.shape[-1])}, the values of a head"
+        raise ValueError(f"head_dim is {D}; it must be {allowed}")
     if len(weights) == 1:
         raise ValueError("only one of q_weight and k_weight is given; it must be both or none")
     for weight in weights:

@@ -22,7 +22,7 @@ class Chunks(NamedTuple):
     """Sizes of the chunks of positions, one per threadgroup: `least` positions up to FIRST_CHUNKS, doubling with each
     doubling of the position, up to `most`. See kernels/chunks.h.
 
-    They depend on the model's KV heads and window (in latent attention on Dv and type) only, so that bits depend
+    Sizes depend on the model's KV heads and window (in latent attention on Dv and type) only, so that bits depend
     neither on the length, which differs between a plain step and a verify, nor on the GPU. Small chunks give short
     sequences enough threadgroups; large chunks keep the partial results of long ones few.
     """
@@ -115,8 +115,8 @@ def verify_attention_ref(
 def geometry(rows: int, Dv: int, split: bool = False) -> tuple[int, dict[str, int]]:
     """Return (threadgroups that share R = `rows` rows of a KV head, template arguments); no bits depend on them.
 
-    They are limited by registers and threadgroup memory. With `split` a threadgroup has at most SPLIT_BLOCKS (4)
-    blocks of 8 rows; each threadgroup requests keys and values.
+    Registers and threadgroup memory limit the rows of a threadgroup. With `split` a threadgroup has at most
+    SPLIT_BLOCKS (4) blocks of 8 rows; each threadgroup requests keys and values.
     """
     wide = Dv > 256  # fewer threads share its columns, because a GPU may refuse a threadgroup of 512
     parts = 8 if wide and Dv % 64 == 0 else 4 if Dv > 192 else 2

@@ -62,7 +62,7 @@ def _dtype(x: mx.array, w: mx.array, bias: Maybe) -> mx.Dtype:
 
 
 def supported(x: mx.array, w: mx.array, bias: Maybe = None) -> bool:
-    """Return whether the kernels support it: a float type, nothing empty; with N = 1 and no bias K <= 16384."""
+    """Return whether the kernels support these: a float type, nothing empty; with N = 1 and no bias K <= 16384."""
     n, k = w.shape
     partial_sums = n == 1 and bias is None and k > DOT_BLOCK
     return _dtype(x, w, bias) in DTYPES and x.size > 0 and w.size > 0 and not partial_sums

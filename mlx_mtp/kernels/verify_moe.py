@@ -82,7 +82,7 @@ def verify_moe_ref(
 ) -> mx.array:
     """Return the weighted sum of the chosen experts, dequantized, in float32: the reference of `verify_moe`.
 
-    It is rounded once, before the shared output is added. Arguments are the same, without `split`.
+    The sum is rounded once, before the shared output is added. Arguments are the same, without `split`.
     """
     visited, weights = route_ref(logits, routing, bias)
     rows = x.astype(mx.float32)[:, None, :, None]
@@ -192,9 +192,9 @@ def verify_moe(
             "shared_gate is given without shared, the output that it gates; give shared too, or leave out shared_gate"
         )
     if bias is not None and routing.kind == "softmax":
-        raise ValueError("a bias is given; softmax routing has none")
+        raise ValueError("a bias is given; softmax routing has none: leave it out")
     if limit is not None and experts.gate is None:
-        raise ValueError(f"limit={limit} is given; experts without a gate have none")
+        raise ValueError(f"limit={limit} is given; experts without a gate have none: leave it out")
     routing.check(count)
     dtype = experts.dtype(x)
     known = experts.known and dtype in DTYPES and x.size >= DEVICE and routable(logits, routing)

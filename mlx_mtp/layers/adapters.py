@@ -17,6 +17,7 @@ class Part(NamedTuple):
     """A module or an array of the model that an adapter replaces.
 
     path: its path in the model, for messages. parent, key: the module or list that contains it, and its place there.
+    before, after: the object at this place without and with the adapter.
     """
 
     path: str

@@ -70,9 +70,10 @@ class BlockShape:
 class BlockPlace(NamedTuple):
     """Where the rows of a pass are: the block begins at `position`, int32 [n].
 
-    context: context rows [n, R, H] that are appended before it, or None. order: the row that each position from the
-    first of these on gets, of the context's followed by the block's, int32 [n, R + b, 1]: the block's rows replace
-    rejected ones. masks: this pass's mask by reach; the first layer of each reach adds it, later layers use it.
+    context: context rows [n, R, H] that are written before the block, or None. order: int32 [n, R + b, 1]: for each
+    position from the first context row's on, the index of the row written there, among the R context rows followed by
+    the b rows of the block, which replace rejected context rows. masks: this pass's mask by reach; the first layer of
+    each reach adds its mask, later layers use it.
     """
 
     position: mx.array
@@ -222,8 +223,9 @@ class BlockNetwork(nn.Module):
     ) -> mx.array:
         """Return normed output rows of a block [n, b, H], which begins at the caches' position.
 
-        context, last: context rows [n, R, H] to append first; the block begins after the first last + 1, int32 [n].
-        The caches then hold the block's rows, and are after its end: seek back before anything else is written.
+        context: context rows [n, R, H] to append first, or None. last: int32 [n], the index of each sequence's last
+        accepted context row, after which the block begins. Keys and values of the block's rows are written, too; the
+        caches are then after the block's end: seek back before anything else is written.
         """
         x = embeddings.astype(self.dtype)
         x = x if self.shape.embed_scale == 1 else x * self.shape.embed_scale

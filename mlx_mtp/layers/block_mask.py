@@ -23,8 +23,8 @@ class Reach(NamedTuple):
 def block_mask(kv: Any, position: mx.array, rows: int, slots: int, reach: Reach) -> mx.array:
     """Return a boolean [n, 1, rows, slots]: the slots that each row of the block attends to within its reach.
 
-    It is [n, 1, 1, slots] if all rows attend to the same. The block begins at `position`, int32 [n] or [1]. Slots are
-    masked that have no position from `kv.start` to the block's end, as those of rejected rows.
+    The mask is [n, 1, 1, slots] if all rows attend to the same slots. The block begins at `position`, int32 [n] or
+    [1]. Slots are masked that have no position from `kv.start` to the block's end, as those of rejected rows.
     """
     first = position.reshape(-1, 1, 1, 1)
     end = first + rows

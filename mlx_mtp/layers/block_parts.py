@@ -108,7 +108,7 @@ class MarkovHead(nn.Module):
 class ConfidenceHead(nn.Module):
     """The probability that the target accepts a row's draft, from the row and, with a rank above 0, a second input.
 
-    That is `markov_w1` of the token before, of `rank` values.
+    The second input is `markov_w1` of the token before, of `rank` values.
     """
 
     def __init__(self, width: int, rank: int):

@@ -164,7 +164,9 @@ def place_blocks(model: nn.Module, weights: dict[str, mx.array]) -> None:
             continue
         mode = block_mode(module.weight.shape[-1], scales.shape[-1])
         if mode is None:
-            raise ValueError(f"{path}.scales has shape {scales.shape}, which is of no supported block format")
+            formats = ", ".join(BLOCK_FORMATS)
+            shape = f"{path}.scales has shape {scales.shape}, which no supported block format has"
+            raise ValueError(f"{shape}; supported are {formats}")
         lead, k = module.weight.shape[:-1], module.weight.shape[-1]
         form = BLOCK_FORMATS[mode]
         shapes = (*lead, k * form.bits // 32), (*lead, k // form.span * form.words)

@@ -97,7 +97,7 @@ class Mixture(Site):
 
     @property
     def experts(self) -> Experts:
-        """The projections' current weights, in the kernels' form."""
+        """The projections' current weights, as the kernels' `Experts`."""
         parts = [linear.get(name) for linear in self.linears for name in ("weight", "scales", "biases")]
         if self.made is None or not all(map(operator.is_, parts, self.parts)):
             *gate, up, down = map(quantized, self.linears)

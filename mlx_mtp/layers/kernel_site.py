@@ -15,7 +15,7 @@ TOGETHER_ROWS = tuple(range(9, MAX_ROWS + 1))  # rows of a verify of more drafts
 
 
 def quantized(module: Any) -> Quantized:
-    """Return a quantized module's current weights, [N, K] or [E, N, K], in the kernels' form, without its `bias`."""
+    """Return a quantized module's current weights, [N, K] or [E, N, K], as `Quantized`; its `bias` is left out."""
     form = module.group_size, module.bits, module.mode, module.scales.shape[-2:-1]
     return Quantized(module.weight, module.scales, module.get("biases"), *form)
 
@@ -51,9 +51,9 @@ class Site:
     candidates: the row counts M that the kernel may serve. rows: those for which it is on, none at first.
     together: further row counts, tried once a cycle may have more than seven drafts or several sequences.
     rows_of_context: `rows` by member of CONTEXTS, for those tried in addition; `rows` hold for the others.
-    kind: the part of the shape that the compiled kernel depends on, "" for all of it. Of an op's sites of one kind
-        the one with the most weights is timed for all. weights_read: a measure of those by which sites of a kind
-        compare, as the number of weights or of their rows.
+    kind: the part of the shape that the compiled kernel depends on, "" for all of it. Of an op's shapes of one kind
+        only the one with the most weights, over all its sites, is timed.
+    weights_read: the number of weights that the site reads, or of their rows; compared among sites of a kind only.
     split: those of `rows` that the kernel splits into fewer rows per thread, with the same bits.
     asked: False until something in use needs the site; before that it is not tried.
 

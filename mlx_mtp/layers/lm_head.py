@@ -95,7 +95,7 @@ class Rows:
 
     @property
     def fused(self) -> bool:
-        """Whether the kernel chooses, without logits."""
+        """Whether the kernel chooses the tokens, without writing logits."""
         return rows_of(self.x) in self.head.rows
 
     @property

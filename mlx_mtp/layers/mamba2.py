@@ -31,7 +31,10 @@ class Mamba2:
     verify_rows: frozenset[int] = frozenset()
 
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        """Mix rows x [n, S, H] with the earlier rows in `cache`: [n, S, H]; `mask` is for attention and unused."""
+        """Mix rows x [n, S, H] with the earlier rows in `cache`, and advance it: [n, S, H].
+
+        Without a cache mlx-lm's module runs. `mask` is for attention and unused.
+        """
         if cache is None:
             return super().__call__(x, None, cache)  # type: ignore[misc]
         (n, S), inner = x.shape[:2], self.intermediate_size

@@ -32,7 +32,10 @@ Mask = mx.array | None  # boolean [L, S] or broadcast to it
 
 
 class PerHead(Site):
-    """The products of a `QuantizedMultiLinear`, [heads, N, K]; `heads_first`: the order of the output in memory."""
+    """The products of a `QuantizedMultiLinear`, [heads, N, K].
+
+    heads_first: whether the output has the head axis before the row axis in memory.
+    """
 
     kind_of_module: type = QuantizedMultiLinear
     op = "verify_qmm_heads"  # for a single row, too: there MLX copies queries that are split from rotated ones
@@ -153,7 +156,7 @@ class LatentAttention(CachedAttention):
         return side_by_side(self.fused(*self._queries(x), cache, offset, op, self._chosen(offset, len(x))))
 
     def _chosen(self, offset: int, rows: int) -> mx.array | None:
-        """Return the slots that a trial's rows attend to, as the `chosen` of `fused`."""
+        """Return the slots that a trial's rows attend to, as the `chosen` of `fused`; here None, for all."""
         return None
 
     def _queries(self, x: mx.array) -> tuple[mx.array, mx.array]:

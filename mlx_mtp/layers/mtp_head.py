@@ -51,7 +51,7 @@ class MTPHead(nn.Module):
     def feedback(self, output: mx.array, hidden: mx.array) -> mx.array:
         """Return the next draft's hidden input, after this head mapped `hidden` to `output`; all are [B, L, H].
 
-        It is `hidden` with topology "target_each", else `output`, normed if the spec's feedback is "post".
+        The input is `hidden` with topology "target_each", else `output`, normed if the spec's feedback is "post".
         """
         if self._spec.topology == "target_each":
             return hidden
@@ -60,7 +60,7 @@ class MTPHead(nn.Module):
     def token(self: Any, row: mx.array) -> mx.array:
         """Translate row indices of the head's LM head to the target's tokens.
 
-        They differ only for a reduced vocabulary, whose `d2t` holds the differences.
+        Index and token differ only for a reduced vocabulary, whose `d2t` holds the differences.
         """
         return row + mx.take(self.d2t, row) if "d2t" in self else row
 

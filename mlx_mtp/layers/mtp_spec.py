@@ -19,7 +19,7 @@ OVERRIDABLE = {
 class MTPSpec:
     """Everything about a family's MTP heads that is not a module; the defaults are the most common values.
 
-    tensors:  (module's name in the checkpoint, its path inside the head).
+    tensors:  pairs (module's name in the checkpoint, its path inside the head).
     topology: "chain" = a module per depth, each reads the previous one's output; "target_each" = a module per depth,
               all read the target's hidden states; "recycle" = one module that reads its own output.
     capture:  the hidden state of the target that a head reads: before ("pre") or after ("post") the final norm, or
@@ -30,7 +30,7 @@ class MTPSpec:
               differs from the target's ("shared_or_own").
     embedding: each depth's embedding, likewise.
     prefix:   regex of the text before a head tensor's own name; its group, if any, is the depth's number.
-    numbered: counted from the target's number of layers ("trunk") or from "zero".
+    numbered: whether that number is counted from the target's number of layers ("trunk") or from "zero".
     draft_vocab: number of tokens that a head drafts with rows of the target's LM head, listed in `d2t`; 0 for all.
     """
 

@@ -43,7 +43,10 @@ OUTSIDE = "outside."  # prefix of head tensors outside its block: norms, eh_proj
 
 
 class Renaming(NamedTuple):
-    """A rule for the tensor names that mlx-lm's `sanitize` changes when it stacks, splits and dequantizes."""
+    """How mlx-lm's `sanitize` renames checkpoint tensors that it stacks, splits or dequantizes.
+
+    A pattern and its replacements: a pattern with several, as for a split tensor, becomes each of these.
+    """
 
     stored: str  # regex in a checkpoint's name
     becomes: tuple[str, ...]
@@ -119,7 +122,7 @@ class Port(HasRuntime, nn.Module):
         return copy.deepcopy(self.cached_layers()[self.last_attention()])
 
     def last_attention(self) -> int:
-        """Return the index, among the layers with a cache, of the last one without a recurrent state."""
+        """Return the index, among the layers with a cache, of the last one with attention; ValueError without one."""
         kinds = [(i, kind) for i, kind in enumerate(self.windows()) if kind is None or isinstance(kind, int)]
         if not kinds:
             raise ValueError("no layer of the model has attention, of which a new head could be made")
@@ -154,7 +157,10 @@ class Port(HasRuntime, nn.Module):
             return self.captured(self.stream(x, cache))
 
     def stream(self, x: mx.array, cache: Sequence[Any]) -> list[mx.array]:
-        """Append embeddings x [n, L, H]; return the residual stream before the first layer and after each layer."""
+        """Append embeddings x to the caches; return the residual stream before the first layer and after each layer.
+
+        x and the arrays of the stream: [n, L, H].
+        """
         stream, masks = [x], {}
         for layer, c in zip(self.layers, cache, strict=True):
             kind = type(c), getattr(c, "ring", None)
@@ -258,8 +264,8 @@ class Port(HasRuntime, nn.Module):
         """Convert checkpoint tensors to parameters by path; KeyError if mlx-lm finds one missing.
 
         trunk, heads: the target's and the heads' tensors. shift_trunk, shift_heads: whether their norms are stored
-        zero-centred and need 1 added. mlx-lm decides that for the trunk (here shift_trunk is unused). It may judge
-        the heads' norms differently, so with ZERO_CENTRED they bypass it and are shifted here.
+        zero-centred and need 1 added. mlx-lm decides that for the trunk (here shift_trunk is unused). mlx-lm may
+        judge the heads' norms differently, so with ZERO_CENTRED they bypass mlx-lm and are shifted here.
         """
         if self.spec.prefix == TUNED.prefix:
             return self.BASE.sanitize(self, trunk) | {

@@ -91,7 +91,7 @@ class BlockWiring:
     hidden: int = 0
 
     def right(self, model: Target, text: Known, depths: int) -> list[mx.array]:
-        """Return `right_block` with this wiring, of the first TRIED positions."""
+        """Return `right_block` of the text's `first_positions` with this wiring; then restore the model's wiring."""
         text = first_positions(text, depths)
         with wired(model, self):
             if "taps" in self.shape:
@@ -100,7 +100,7 @@ class BlockWiring:
 
 
 def first_positions(text: Known, k: int) -> Known:
-    """Return the start of a text that has TRIED positions for blocks of k drafts."""
+    """Return a text cut to its first TRIED + k tokens, so that the last of k drafts has TRIED positions."""
     n = TRIED + k
     return Known(text.tokens[:n], text.hidden[:, :n], text.predicted[:n])
 
@@ -135,7 +135,8 @@ def _norms(net: Any, path: str) -> Weights:
 def block_alternatives(model: Target, masks: Iterable[int]) -> list[BlockWiring]:
     """Return the wirings to try for the model's block drafter; each differs from its own in one thing.
 
-    masks: tokens that may be the mask token; at most MOST_MASKS are tried, besides the two neighbours of its own.
+    masks: tokens that may be the mask token; at most MOST_MASKS of them are tried, besides the two neighbours of the
+    drafter's mask token.
     """
     shape, layers = block_of(model).net.shape, len(model.layers)
     found = []

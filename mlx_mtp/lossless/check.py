@@ -231,9 +231,9 @@ def _known(passes: list[OnePass]) -> list[Known]:
 def _kept(references: list[Reference], own: Rights, fixed: list[Comparison], modules: int) -> tuple[int, int]:
     """Return (accepted drafts, the number that the predictions in `own` would accept), over the same outputs.
 
-    These have as many drafts per cycle as `modules`, the number of heads, or the most in `fixed` if that is less;
-    they equal the plain output and end within LONGEST tokens. own: results of `right` by text, in the order of
-    `references`. fixed: comparisons by number of drafts; the first is not used.
+    The outputs are drafted with as many drafts per cycle as `modules`, the number of heads, or the most in `fixed` if
+    that is less; those that differ from the plain output or end beyond LONGEST tokens do not count. own: results of
+    `right` by text, in the order of `references`. fixed: comparisons by number of drafts; the first is not used.
     """
     k = min(len(fixed) - 1, modules)
     were = should = 0

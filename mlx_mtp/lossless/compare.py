@@ -94,7 +94,7 @@ class Comparison:
     """One way's outputs for all prompts compared with the references, as differences.
 
     prompts, tokens: number of prompts, and of the references' tokens. kept: by prompt, the accepted drafts of the
-    first run, before any restart. stats: of all runs, restarts included. Both stay empty for the one pass.
+    first run, before any restart. stats: of all runs, restarts included. The one pass leaves kept and stats empty.
     """
 
     way: str
@@ -209,8 +209,8 @@ def compare_one_pass(reference: Reference, into: Comparison) -> None:
 def drift(reference: Reference, way: Way) -> Drift:
     """Return the change of a way's logprobs from the judge's that is greatest relative to its tolerance.
 
-    Positions of the output are compared up to and including the first with another token than the plain one. For up
-    to DOUBTED positions above their tolerance it is measured with repeated passes.
+    Positions of the output are compared up to and including the first with another token than the plain one. The
+    DOUBTED changes that are greatest relative to their tolerance, if above it, get one that repeated passes measure.
     """
     found: list[Drift] = []
     one_pass, start = reference.one_pass, len(reference.prompt.tokens)

@@ -76,7 +76,7 @@ def document(tokenizer: Any, length: int) -> list[int]:
         text = BUILT_IN["document"].format(section, section + 7, section + 7)
         found = tokenizer.encode(text, add_special_tokens=not tokens)
         if not found:
-            raise ValueError("the tokenizer encodes a paragraph of text to no tokens: it does not suit this check")
+            raise ValueError("the tokenizer encodes a paragraph of text to no tokens; use the model's own tokenizer")
         tokens += found
     return tokens[:length]
 

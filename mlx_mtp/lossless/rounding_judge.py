@@ -61,7 +61,10 @@ class OnePass:
         return greedy(self.model.logits, self.hidden).tolist()  # type: ignore[return-value]
 
     def floor(self, position: int) -> float:
-        """Return FLOOR times the estimated rounding error of a difference of two logits, without experts."""
+        """Return FLOOR times the estimated rounding error of a difference of two logits of the token at a position.
+
+        The estimate assumes that no router chooses another expert because of rounding.
+        """
         row = self.logits(position)
         unit = UNITS[self.dtype]
         if self.dtype == mx.float32:  # sums of products are rounded in float32, too

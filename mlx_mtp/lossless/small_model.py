@@ -9,7 +9,10 @@ from .rounding_judge import greedy
 
 
 def right_small(drafter: SmallModel, text: Known) -> list[mx.array]:
-    """Return, as `heads.right` but lazy, a list of one array: whether each prediction is right, boolean [L - 1]."""
+    """Return, as `heads.right`, a list of one array: whether each prediction is right, boolean [L - 1].
+
+    The predictions are evaluated, their comparison is not.
+    """
     caches = make_caches(list(drafter.windows), starts=[0] * len(drafter.windows))
     rows = drafter.outputs(text.tokens[None], caches)
     return [greedy(drafter.logits, rows)[1:] == text.predicted[1:]]

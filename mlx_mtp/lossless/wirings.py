@@ -148,9 +148,9 @@ def diagnose(
 
 
 def _try(model: Any, wiring: Tried, texts: list[Known], own: Rights) -> Better | None:
-    """Compare `wiring` with the model's own; return None if it is not clearly better.
+    """Return the Better of `wiring`, compared with the model's own; None if it is not clearly better.
 
-    It stops at the first text after which it is clearly worse.
+    The comparison stops at the first text after which the wiring is clearly worse.
     """
     found: Rights = []
     gains, sds = np.zeros(0), 0.0

@@ -55,7 +55,8 @@ def check_free(path: Path, needed: int) -> None:
     old = [left, *left.iterdir()] if (left / NOTE).exists() else [left]
     free = shutil.disk_usage(above).free + sum(file.stat().st_size for file in old if file.is_file())
     if free < needed:
-        raise ValueError(f"{path}: needs {decimal(needed)}, and {decimal(free)} are free there")
+        found = f"needs {decimal(needed)}, and {decimal(free)} are free there"
+        raise ValueError(f"{path}: {found}; delete files, or name another disk")
 
 
 def check_new(path: Path) -> None:
@@ -155,7 +156,7 @@ def _locked(work: Path, path: Path, flags: int) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"{path}: another run is writing it") from None
+            raise ValueError(f"{path}: another run is writing it; wait until it has ended") from None
         except OSError:
             pass  # a file system without locks
         yield

@@ -34,7 +34,7 @@ def install(extra: str) -> str:
 def one_line(what: str, kinds: tuple[type[Exception], ...] = (Exception,), *, keep: bool = False) -> Iterator[None]:
     """Convert exceptions of these kinds to a one-line ValueError: `what`, and the cause in parentheses.
 
-    keep: a ValueError that is already one line passes unchanged. Exceptions of other kinds always do.
+    keep: a ValueError that is already one line passes unchanged. Exceptions of other kinds always pass.
     """
     try:
         yield

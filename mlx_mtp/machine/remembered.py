@@ -61,9 +61,9 @@ class RememberedFile:
         self.kind, self.facts, self.lost = kind, facts, lost
 
     def recall(self) -> dict[str, Any]:
-        """Return the stored content, and the keys "format" and "facts".
+        """Return a dict of the stored content, with two more keys, "format" and "facts".
 
-        Empty if the file is missing, unreadable, damaged, of another format or of other facts.
+        {} if the file is missing, unreadable, damaged, of another format or of other facts.
         """
         try:
             kept = json.loads(self._file().read_text())

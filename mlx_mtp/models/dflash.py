@@ -79,7 +79,8 @@ def make_spec(config: dict, names: Collection[str], num_hidden_layers: int, over
     """Return a block drafter's MTPSpec; ValueError for unsupported layers, d2t without an LM head, other overrides.
 
     overrides: may set capture, the numbers of layers after which the target is read, 0 to num_hidden_layers; the
-    default is config.json's. ValueError for numbers out of range, TypeError for some of a wrong type.
+    default is config.json's. ValueError for numbers that are out of range or missing, TypeError for some of a wrong
+    type.
     """
     if unknown := sorted(overrides.keys() - {"capture"}):
         raise ValueError(f"mtp_overrides: block drafters have no {unknown[0]!r}; allowed is capture")
@@ -117,7 +118,7 @@ def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int
     head_dim = size("head_dim", max(1, width // heads))
     if heads % kv_heads or head_dim % 2:
         found = f"num_attention_heads={heads}, num_key_value_heads={kv_heads}, head_dim={head_dim}"
-        raise ValueError(f"{found}: expected a multiple of the KV heads, and an even head_dim")
+        raise ValueError(f"{found}: expected heads to be a multiple of KV heads, and an even head_dim")
     if known < vocab and "d2t" not in own:
         raise ValueError(f"tensor d2t is missing; it maps the LM head's {known} tokens to the vocabulary of {vocab}")
     rope = Rope({"rope_theta": 10000.0, **layer}).main
@@ -215,8 +216,8 @@ def _kind(config: dict) -> str:
 def _taps(config: dict) -> tuple[int, ...]:
     """Return the numbers of layers after which the target is read, from 1 for its first layer.
 
-    speculators' config.json has these numbers, the others the indices of layers, one less. With only the target's
-    number of layers they are spread evenly over it; ValueError without it.
+    speculators' config.json has these numbers, the others the indices of layers, one less. If there are neither, the
+    numbers are spread evenly over the target's num_target_layers layers; ValueError without that number.
     """
     if SPECULATORS in config:
         return tuple(config.get("aux_hidden_state_layer_ids") or ())
@@ -227,7 +228,7 @@ def _taps(config: dict) -> tuple[int, ...]:
         _number(_layer_config(config), "num_hidden_layers", most=MOST_LAYERS),
     )
     if layers is None:
-        raise ValueError("target_layer_ids is missing; it lists the layers at which the target is read")
+        raise ValueError("target_layer_ids is missing; add the list of the layers at which the target is read")
     spread = (layers - 4) / max(count - 1, 1)  # as the trainer's default: from layer 1 to the last but two
     return tuple(round(1 + i * spread) + 1 for i in range(count)) if count > 1 else (layers // 2 + 1,)
 

@@ -8,14 +8,15 @@ import base64
 import hashlib
 import io
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .header import FORMATS, Head, read_head
+from .header import FORMATS, Head, check_parts, read_head
 from .library import is_pillow, pillow
 
 ORIENTATION = 0x0112  # EXIF's tag of the turn
@@ -82,7 +83,7 @@ def open_image(source: Any, limits: Limits = LIMITS, number: int = 1) -> Image:
     1, for messages. Raises a one-line ValueError for a picture beyond the limits, which is not decoded, for any other
     unusable source, and without Pillow.
     """
-    try:
+    with numbered(number):
         if is_pillow(source):
             return _finish(source, limits)
         data = _bytes_of(source, limits)
@@ -91,7 +92,15 @@ def open_image(source: Any, limits: Limits = LIMITS, number: int = 1) -> Image:
         if head is None:
             raise ValueError(f"the data are of no supported format; supported are {FORMATS}")
         limits.check(head.height, head.width)
+        check_parts(data, head)
         return _finish(_opened(data, head), limits, head)
+
+
+@contextmanager
+def numbered(number: int) -> Iterator[None]:
+    """Begin the message of a ValueError with the number of a picture, from 1."""
+    try:
+        yield
     except ValueError as e:
         raise ValueError(f"picture {number}: {e}") from None
 
@@ -192,7 +201,8 @@ def _rgb(image: Any) -> np.ndarray:
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = pillow().alpha_composite(pillow().new("RGBA", image.size, WHITE), image)
-    return np.ascontiguousarray(np.asarray(image.convert("RGB")))
+    image = image if image.mode == "RGB" else image.convert("RGB")  # which copies an RGB image
+    return np.ascontiguousarray(np.asarray(image))
 
 
 def _grey(image: Any) -> np.ndarray:

@@ -56,7 +56,9 @@ def _opened(vision: Vision, sources: list[Any], box: tuple[int, int] | None) -> 
     for number, source in enumerate(sources, 1):
         if not isinstance(source, Picture):
             image = source if isinstance(source, Image) else open_image(source, vision.limits, number)
-            source = vision.picture(image if box is None else fitted(image, box, enlarge=True))
+            if box is not None:
+                image = fitted(image, box, enlarge=True, limits=vision.limits, number=number)
+            source = vision.picture(image)
         found.append(source)
     return found
 
@@ -74,10 +76,10 @@ def with_pictures(vision: Vision, tokens: Sequence[int], pictures: Sequence[Pict
 
 
 def _box(resize_shape: Any) -> tuple[int, int] | None:
-    """Return (height, width) of a `resize_shape` of `opened`, None for None; ValueError for other numbers."""
+    """Return (height, width) of a `resize_shape` of `opened`, None for None; ValueError for any other value."""
     if resize_shape is None:
         return None
-    numbers = [resize_shape] * 2 if isinstance(resize_shape, int) else list(resize_shape)
+    numbers = list(resize_shape) if isinstance(resize_shape, (list, tuple)) else [resize_shape]
     numbers = numbers * 2 if len(numbers) == 1 else numbers
     if len(numbers) != 2 or not all(type(number) is int and 1 <= number <= 1 << 16 for number in numbers):
         raise ValueError(f"resize_shape={resize_shape!r}: expected a number or (width, height), 1 to 65,536 pixels")

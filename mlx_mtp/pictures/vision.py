@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..machine.memory import check_room
+from .decoded import FileImage
 from .features import LIMIT, Features
 from .image import LIMITS, Image, Limits
 from .rows import Picture
@@ -91,11 +92,12 @@ class Vision:
     def grid(self, height: int, width: int, most: int | None = None) -> Grid:
         """Return (1, h, w), where h * w is the number of tokens of a picture with this size in pixels.
 
-        most: maximum number of pixels after resizing, if that is less than the processor's own.
+        most: maximum number of pixels after resizing, if that is less than the processor's own; a tower whose
+        smallest size has more pixels uses that size.
         """
         return self._pixels.grid(height, width, most)
 
-    def picture(self, image: Image, most: int | None = None) -> Picture:
+    def picture(self, image: Image | FileImage, most: int | None = None) -> Picture:
         """Return the `Picture` of an opened image, which is not encoded. most: as in `grid`."""
         digest = hashlib.blake2b(image.digest + self.fingerprint.encode(), digest_size=32).digest()
         return Picture(digest, self.grid(*image.size, most), image)

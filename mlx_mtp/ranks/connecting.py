@@ -22,7 +22,7 @@ from .watch import STARTS, Watch
 def watched_from_outside(watch: Watch | None) -> Iterator[None]:
     """Context in which a guard process replaces this process's watch; without a watch nothing changes.
 
-    In it SIGINT and SIGTERM end the process at once if this is the main thread; others cannot set signal handlers.
+    In it SIGINT and SIGTERM end the process at once if this is the main thread; other threads cannot set handlers.
     """
     if watch is None:
         yield
@@ -46,7 +46,7 @@ def watched_from_outside(watch: Watch | None) -> Iterator[None]:
 class Guard(Watch):
     """A watch in a process of its own, which kills the process that it guards, and ends, if a rank is missing.
 
-    Also if MLX has not connected the ranks after STARTS times the limit.
+    It does both also if MLX has not connected the ranks after STARTS times the limit.
     """
 
     def __init__(self, process: int, rank: int, limit: float, sockets: dict[str, int]):

@@ -47,7 +47,10 @@ def rank_file(file: str | Path, rank: int) -> Path:
 
 
 def _json(name: str) -> Any:
-    """Return the content of the JSON file that an environment variable names, None if there is none."""
+    """Return the content of the JSON file that an environment variable names; None without the variable or the file.
+
+    None also if the file cannot be read or is not JSON.
+    """
     try:
         return json.loads(Path(os.environ[name]).read_text())
     except (KeyError, OSError, ValueError):

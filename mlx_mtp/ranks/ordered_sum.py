@@ -37,7 +37,7 @@ def sum_over(module: Any, group: Any) -> None:
 def parts_alone(modules: Any) -> list[Any]:
     """Undo `sum_over` for those modules that it was applied to, and return these.
 
-    They then return this rank's part.
+    The returned modules then compute this rank's part.
     """
     found = [module for module in modules if isinstance(module, SummedOverRanks)]
     for module in found:

@@ -142,7 +142,7 @@ class Watch:
     def _accept(self, end: float) -> None:
         """Accept connections until every other rank has sent its number; then set `met`, on the others too.
 
-        If one has not by `end`, a time of `time.monotonic`, this process ends.
+        If a rank has not sent it by `end`, a time of `time.monotonic`, this process ends.
         """
         with socket.create_server(self.meeting, backlog=self.size) as server:
             server.settimeout(POLL)

@@ -27,9 +27,10 @@ class Offer:
     context: maximum tokens of prompt and answer together. needed: estimated bytes of memory for the load and a
     context of UNCHECKED tokens, or of `context` if that is less. size: bytes of the weights in memory, of target and
     heads. family: the model_type. stored: the weights' formats in memory. created: time of the last change of
-    `path`, in seconds since 1970. sees: the model reads pictures. digest: 64 hex digits, from path, size and created.
+    `path`, in seconds since 1970. sees: the model reads pictures. adapter: name of the adapter that requests for this
+    name select, "" for none. digest: 64 hex digits, from path, size, created and adapter.
 
-    A server of one loaded model has no path and no `needed` for it; `created` is the time of its load.
+    A server of one loaded model has no `needed` for it; `created` is the time of its load.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Offer:
     stored: str = ""
     created: int = 0
     sees: bool = False
+    adapter: str = ""
 
     def called(self, name: str) -> "Offer":
         """Return the same model under another name."""
@@ -49,22 +51,36 @@ class Offer:
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(repr((str(self.path), self.size, self.created)).encode()).hexdigest()
+        facts = str(self.path), self.size, self.created, self.adapter
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def offers(models: Iterable[tuple[str, Path]], folder: Path | None, limit: int | None = None) -> list[Offer]:
     """Return an `Offer` of each given model, then of each other model in a folder and up to four levels below.
 
-    models: pairs of name and path. A model of the folder has the name of its directory or file, or its path in the
-    folder if another model has that name, too. limit: maximum of the contexts; None: those of the models. Models that
-    cannot be served are included, with a `problem`.
+    models: pairs of name and path; of pairs with the same path only the first counts. A model of the folder has
+    the name of its directory or file, or its path in the folder if another model has that name, too; of several paths
+    to it, one without links counts, else the first. limit: maximum of the contexts; None: those of the models. Models
+    that cannot be served are included, with a `problem`.
     """
-    given = [*models]
-    known = {path.resolve() for _, path in given}
-    found = [place for place in below(folder, names=1) if place.path.resolve() not in known] if folder else []
+    known: dict[Path, tuple[str, Path]] = {}
+    for name, path in models:
+        known.setdefault(path.resolve(), (name, path))
+    given = [*known.values()]
+    found = [place for place in _in_folder(folder) if place.path.resolve() not in known] if folder else []
     times = Counter([*(name for name, _ in given), *(place.name for place in found)])
     given += [(place.name if times[place.name] == 1 else _within(place, folder), place.path) for place in found]
     return [offer(name, path, limit) for name, path in given]
+
+
+def _in_folder(folder: Path) -> list[Place]:
+    """Return the models of a folder, each once: with its path without links if there is one, else the first."""
+    found = [*below(folder, names=1)]
+    linked = {place: place.path.resolve() != folder.resolve() / place.path.relative_to(folder) for place in found}
+    kept: dict[Path, Place] = {}
+    for place in sorted(found, key=linked.__getitem__):
+        kept.setdefault(place.path.resolve(), place)
+    return [place for place in found if kept[place.path.resolve()] == place]
 
 
 def _within(place: Place, folder: Path | None) -> str:

@@ -8,6 +8,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -21,13 +22,14 @@ def fetched(url: str, hosts: tuple[str, ...], most: int, until: float) -> bytes:
     """Return the body of the response to a GET of an http(s) URL.
 
     hosts: allowed "host", on the scheme's own port only, or "host:port". most: maximum bytes. until: time.monotonic()
-    at which the connection is ended. Raises ValueError for a URL that is invalid or not allowed, a host with an
-    address that is not public, a status other than 200, a larger body, and a connection that fails or is ended.
+    at which the look-up of the host, or the connection, is given up. Raises ValueError for a URL that is invalid or
+    not allowed, a host with an address that is not public, a status other than 200, a larger body, and a look-up or
+    connection that fails or is given up.
     """
     parts, port = _checked(url, hosts)
     host = parts.hostname or ""
     try:
-        address = _address(host, port)
+        address = _address(host, port, until)
         plain = socket.create_connection((address, port), max(0.01, until - time.monotonic()))
         with plain, _ended(plain, until), contextlib.closing(_connection(parts, port, plain)) as connection:
             return _body(connection, parts, most, until)
@@ -58,12 +60,26 @@ def _checked(url: str, hosts: tuple[str, ...]) -> tuple[SplitResult, int]:
     return parts, port
 
 
-def _address(host: str, port: int) -> str:
-    """Return the first IP address of a host. ValueError unless all its addresses are public, OSError without any."""
-    found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+def _address(host: str, port: int, until: float) -> str:
+    """Return the first IP address of a host.
+
+    Raises ValueError unless all its addresses are public, OSError without any, and TimeoutError if they are not found
+    before `until`. The look-up then ends on a thread of its own, since the system has no way to cancel it.
+    """
+    entries: Future[list[Any]] = Future()
+    threading.Thread(target=_look_up, args=(host, port, entries), daemon=True).start()
+    found = [str(entry[4][0]) for entry in entries.result(max(0.01, until - time.monotonic()))]
     if not all(_is_public(address) for address in found):
         raise ValueError(f"host {host[:80]!r} has an address that is not public; nothing is fetched from it")
     return found[0]
+
+
+def _look_up(host: str, port: int, entries: Future[list[Any]]) -> None:
+    """Set the result of `entries` to what `socket.getaddrinfo` returns, or its exception to what that raises."""
+    try:
+        entries.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+    except Exception as e:
+        entries.set_exception(e)
 
 
 def _is_public(address: str) -> bool:

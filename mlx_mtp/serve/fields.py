@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from .forms import Content, joined_contents
@@ -38,6 +39,7 @@ class ModelInfo:
     vision: the vision tower; None if the model reads no pictures, for the reason `blind` ("" if none is known).
     fetch:    "host" or "host:port" from which pictures may be fetched.
     tool_format: the format of tool calls in answers; None: calls stay text. frames: as in `Served`.
+    path: the model's directory or GGUF file; Path() if it is unknown.
     family, stored: the model_type, and the weights' formats in memory; "" if unknown. size: bytes of the weights of
     target and heads in memory; 0 if unknown.
     """
@@ -59,6 +61,7 @@ class ModelInfo:
     vision: Any = None
     blind: str = ""
     fetch: tuple[str, ...] = ()
+    path: Path = Path()
     family: str = ""
     stored: str = ""
     size: int = 0
@@ -180,6 +183,7 @@ def _are_stops(value: Any) -> bool:
 
 TEXTS = ("text", "input_text", "output_text", "refusal")
 PICTURES = ("image", "image_url", "input_image")
+ENCRYPTED = "only the server that wrote it can decrypt its reasoning"
 NO_PICTURES = "pictures are not read here"  # part of prompts, see `tool_content`
 Picture = Callable[[dict[str, Any], str], dict[str, Any]]  # reads a part of a request, see `RequestPictures.add`
 

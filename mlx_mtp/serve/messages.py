@@ -19,7 +19,7 @@ from .api_request import (
 )  # fmt: skip
 from .chat import functions_of, strict_names
 from .field_table import check_fields
-from .fields import PICTURES, ModelInfo, Refused, items, plain_text, stops, text, tool_content
+from .fields import ENCRYPTED, PICTURES, ModelInfo, Refused, items, plain_text, stops, text, tool_content
 from .forms import Message, joined_contents
 from .history import parsed
 from .job import Begun, End, Failed
@@ -201,8 +201,8 @@ def _messages(message: dict[str, Any], warnings: list[str], pictures: RequestPic
     """Return a message as messages in OpenAI's form: one per tool result, then one of all its other blocks.
 
     The last one is left out if there are results and it would have neither text, pictures nor calls. warnings:
-    appended to, for blocks of tools that the server lacks and for replaced parts of results. pictures: collects those
-    of the message. Raises Refused.
+    appended to, for encrypted reasoning, blocks of tools that the server lacks, and replaced parts of results.
+    pictures: collects those of the message. Raises Refused.
     """
     role, content = message.get("role"), message.get("content")
     if role not in ("system", "user", "assistant"):
@@ -216,10 +216,10 @@ def _messages(message: dict[str, Any], warnings: list[str], pictures: RequestPic
             contents.append(text(block, "text"))
         elif kind in PICTURES and role != "assistant":
             contents.append(pictures.add(block, "messages"))
+        elif role == "assistant" and (kind == "redacted_thinking" or _is_empty(block)):
+            warnings.append(f"messages: a block of type {kind!r} was left out; {ENCRYPTED}")
         elif kind == "thinking" and role == "assistant":
             reasoning.append(text(block, "thinking"))
-        elif kind == "redacted_thinking" and role == "assistant":
-            continue
         elif role == "assistant" and (kind == "server_tool_use" or str(kind).endswith("_tool_result")):
             warnings.append(f"messages: a block of type {str(kind)[:80]!r} was left out; the server has no such tool")
         elif kind == "tool_use" and role == "assistant":
@@ -232,6 +232,11 @@ def _messages(message: dict[str, Any], warnings: list[str], pictures: RequestPic
             raise Refused(f"messages: a block of type {kind!r} from {role}; allowed: {kinds}", param="messages")
     rest = message_of(role, joined_contents(contents, "\n"), "\n".join(reasoning), calls)
     return [*results, rest] if contents or calls or not results else results
+
+
+def _is_empty(block: dict[str, Any]) -> bool:
+    """Return whether a block is reasoning of which a server sent only the signature, an encrypted form."""
+    return block.get("type") == "thinking" and not text(block, "thinking") and bool(block.get("signature"))
 
 
 def _tool_result(block: dict[str, Any], warnings: list[str], pictures: RequestPictures) -> Message:

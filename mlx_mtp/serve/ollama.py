@@ -1,4 +1,4 @@
-"""Serve Ollama's API for text: `POST /api/chat` and `/api/generate`; a stream has one JSON object per line."""
+"""Serve Ollama's API: `POST /api/chat` and `/api/generate`; a stream has one JSON object per line."""
 
 import json
 import time
@@ -10,12 +10,13 @@ from ..generate import encoded
 from .answer import Part, TextPart, ToolCall, calls_of, text_of
 from .api_request import Answer, ApiRequest, chat_decode_requests
 from .chat import functions_of, messages_of
-from .fields import ModelInfo, boolean, items, stops, text
+from .fields import ModelInfo, Refused, boolean, items, stops, text
 from .history import parsed
 from .job import Begun, DecodeRequest, End, Failed
 from .ollama_fields import as_openai, chat_messages, generate_messages, idle_seconds, most_predicted
 from .output_format import output_of
 from .prompts import Prompt
+from .request_pictures import RequestPictures
 from .sampling_fields import decode_requests
 from .structured import constraint_of
 from .thinking import template_of
@@ -55,15 +56,17 @@ class OllamaRequest(ApiRequest):
     def chat_requests(
         self, info: ModelInfo, body: dict[str, Any], given: dict[str, Any], messages: list[dict[str, Any]]
     ) -> list[DecodeRequest]:
-        """Return a list with the request of the one choice for a conversation. Raises Refused, also for pictures.
+        """Return a list with the request of the one choice for a conversation. Raises Refused.
 
         body: in Ollama's form. given: what `as_openai` returns for the body. messages: in OpenAI's form.
         """
-        tools = functions_of(items(body, "tools"), self.warnings)
+        tools, pictures = functions_of(items(body, "tools"), self.warnings), RequestPictures(info)
+        found = messages_of(messages, self.warnings, pictures)
+        pictures.open()
         return chat_decode_requests(
             info,
             given,
-            messages_of(messages, self.warnings),
+            found,
             openai_choice({}, tools, ()),
             template_of(given, info, self.warnings),
             self.warnings,
@@ -167,6 +170,8 @@ class OllamaGenerate(OllamaRequest):
             return []
         if not boolean(body, "raw"):
             return self.chat_requests(info, {**body, "tools": None}, given, generate_messages(body))
+        if body.get("images"):
+            raise Refused("images: a raw prompt has no place for pictures; leave out raw", param="images")
         output, more = output_of("ollama", body), {}
         if output:
             more["grammar"] = constraint_of(info, output)

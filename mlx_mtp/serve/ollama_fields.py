@@ -1,7 +1,6 @@
 """Convert request fields of Ollama's API to those of OpenAI's chat completions."""
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from .fields import Refused, field_of, fields_of, items, text
@@ -23,7 +22,6 @@ NAMES = {"num_keep": "n_keep"}
 UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 DURATION = re.compile(r"-?(?:\d+(?:\.\d+)?(?:ns|us|µs|ms|s|m|h))+|-?\d+(?:\.\d+)?")
 PIECE = re.compile(r"(\d+(?:\.\d+)?)([a-zµ]+)")
-KINDS = {"/9j/": "jpeg", "R0lGOD": "gif", "UklGR": "webp"}  # by the first letters of a picture in Base64
 
 
 def as_openai(body: dict[str, Any], warnings: list[str]) -> dict[str, Any]:
@@ -130,18 +128,14 @@ def generate_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _with_pictures(content: str, body: dict[str, Any]) -> Any:
-    """Return a text, followed by the pictures in `images`, as OpenAI's list of parts; without pictures only the text.
+    """Return the pictures in `images`, in Base64, followed by a text, as a list of parts; without pictures the text.
 
-    Raises Refused if `images` is no list of texts.
+    The parts have the form that `RequestPictures.add` receives; an empty text is left out. Raises Refused if `images`
+    is no list of texts.
     """
     allowed = "a list of pictures in Base64"
     pictures = field_of(body, "images", allowed, lambda v: isinstance(v, list) and all(isinstance(p, str) for p in v))
     if not pictures:
         return content
-    return [{"type": "text", "text": content}, *_parts(pictures)]
-
-
-def _parts(pictures: list[str]) -> Iterator[dict[str, Any]]:
-    for picture in pictures:
-        kind = next((kind for begin, kind in KINDS.items() if picture.startswith(begin)), "png")
-        yield {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{picture}"}}
+    parts = [{"type": "image", "source": {"type": "base64", "data": picture}} for picture in pictures]
+    return [*parts, {"type": "text", "text": content}] if content else parts

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from ..pictures.decoded import DecodedFiles
 from ..pictures.header import image_size
-from ..pictures.image import LIMITS, from_base64, from_data_url, open_image
+from ..pictures.image import LIMITS, from_base64, from_data_url
 from ..pictures.rows import Picture
 from .fetch import SECONDS, fetched
 from .fields import NO_PICTURES, ModelInfo, Refused, fields_of, text
@@ -15,14 +16,15 @@ from .fields import NO_PICTURES, ModelInfo, Refused, fields_of, text
 MOST_PICTURES = 20  # of a request
 LOW = 512 * 512  # maximum pixels of a picture of detail "low", which is shrunk to them
 DETAILS = ("auto", "high", "low", "original")
-DECODING = threading.BoundedSemaphore(2)  # pictures decoded at once: one of 50 million pixels takes 150 MB
+FILES = DecodedFiles()  # a client sends the pictures of a conversation again with each request
+DECODING = threading.BoundedSemaphore(2)  # pictures decoded at once: one of 50 million pixels needs 0.5 GB
 
 
 class Source(NamedTuple):
     """A picture as a client sent it, and `part`, the part of a message that it becomes.
 
     number: of the picture in the request, from 1 on. data: base64, or a URL if `is_url`. field: of the request, for
-    errors. most: maximum pixels, to which a larger picture is shrunk; None: those of the vision tower.
+    errors. most: as in `Vision.grid`; None: the vision tower's own maximum.
     """
 
     number: int
@@ -61,10 +63,11 @@ class RequestPictures:
         return part
 
     def open(self) -> None:
-        """Read and decode all pictures; set "picture" in each part to the `Picture` of the model's vision tower.
+        """Read and check all pictures; set "picture" in each part to the `Picture` of the model's vision tower.
 
-        Raises Refused for a picture that cannot be read, before any is decoded if its header shows this, and unless
-        the pictures have fewer rows together than the model has positions.
+        A file's bytes are decoded unless FILES contains the file. Raises Refused for a picture that cannot be read,
+        before any is decoded if its header shows this, and unless the pictures have fewer rows together than the
+        model has positions.
         """
         if not self._sources:
             return
@@ -76,7 +79,7 @@ class RequestPictures:
             raise Refused(f"prompt is too long: {numbers}", code="context_length_exceeded", param=files[0][0].field)
         for source, file in files:
             with DECODING, _refusing(source):
-                image = open_image(file, number=source.number)
+                image = FILES.open(file, source.number)
                 source.part["picture"] = self._info.vision.picture(image, most=source.most)
 
     def count(self) -> None:

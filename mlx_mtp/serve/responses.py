@@ -7,7 +7,7 @@ from typing import Any
 from .answer import Part, ToolCall, calls_of, text_of
 from .api_request import Answer, ApiRequest, chat_decode_requests, data, figures, function_call, new_id, openai_error
 from .chat import NO_PICTURES, functions_of, messages_of, strict_names
-from .fields import ModelInfo, Refused, items, stops, text
+from .fields import ENCRYPTED, ModelInfo, Refused, items, stops, text
 from .forms import Message, joined
 from .job import Begun, End, Failed
 from .output_format import output_of
@@ -205,8 +205,9 @@ def _messages(body: dict[str, Any], warnings: list[str], pictures: RequestPictur
 def _message(item: dict[str, Any], warnings: list[str]) -> Iterator[dict[str, Any]]:
     """Yield an item as a message of chat completions; reasoning, text and calls are separate items and messages.
 
-    An item of LEFT_OUT is a warning instead. Calls of other tools in CALLS, from a session with another server,
-    become function calls. Raises Refused for other types.
+    An item of LEFT_OUT is a warning instead; reasoning that is only there in encrypted form is "", with a warning.
+    Calls of other tools in CALLS, from a session with another server, become function calls. Raises Refused for other
+    types.
     """
     kind = str(item.get("type", "message"))
     if kind == "message":
@@ -220,6 +221,8 @@ def _message(item: dict[str, Any], warnings: list[str]) -> Iterator[dict[str, An
         yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
     elif kind == "reasoning":
         reasoning = "".join(text(part, "text") for part in items(item, "content"))
+        if item.get("encrypted_content") and not reasoning:
+            warnings.append(f"input: an item of type {kind!r} was left out; {ENCRYPTED}")
         yield {"role": "assistant", "reasoning_content": reasoning}
     elif kind in LEFT_OUT:
         warnings.append(f"input: an item of type {kind!r} was left out; the server has no such tool")

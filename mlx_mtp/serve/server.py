@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -18,6 +19,7 @@ import uvicorn
 
 from ..cache.prompt_cache import make_prompt_cache
 from ..decoding.buffer_count import LEAST_CHUNK, count_buffers
+from ..decoding.memory_needs import LONGEST, stated_positions
 from ..decoding.options import default_chunk, default_draft_tokens
 from ..grammar import vocabulary_of
 from .app import Service, application
@@ -43,12 +45,17 @@ CHUNK, CHUNK_ON_CPU = (512, LEAST_CHUNK), (64, 24)  # maximum and minimum tokens
 
 
 class Loaded(NamedTuple):
-    """A model, its tokenizer, the checkpoint's sampling defaults, and keyword arguments of `make_prompt_cache`."""
+    """A loaded model.
+
+    advised: the checkpoint's sampling defaults. layout: keyword arguments of `make_prompt_cache`. path: the model's
+    directory or GGUF file; Path() if it is unknown.
+    """
 
     model: Any
     tokenizer: Any
     advised: dict[str, Any]
     layout: dict[str, Any]
+    path: Path = Path()
 
 
 @dataclass(frozen=True)
@@ -204,7 +211,7 @@ def shared(loaded: Loaded, settings: Settings) -> Served:
 
     Marks around reasoning that mlx-lm does not detect are set on the tokenizer.
     """
-    model, tokenizer, _, layout = loaded
+    model, tokenizer, layout = loaded.model, loaded.tokenizer, loaded.layout
     adapters = model.runtime.adapters
     k = settings.options.get("num_draft_tokens")
     k = default_draft_tokens(model) if k is None else k
@@ -242,13 +249,13 @@ def described(loaded: Loaded, served: Served, settings: Settings) -> ModelInfo:
 
     Also makes the tokenizer's vocabulary for grammars, and sets the limit of the vision tower's stored features.
     """
-    model, tokenizer, advised, _ = loaded
+    model, tokenizer = loaded.model, loaded.tokenizer
     with dropped("grammars cannot be used"), contextlib.suppress(ValueError):  # requests state the reason
         vocabulary_of(tokenizer, model.vocab_size)  # at the load, because it holds Python's lock
     vision = model.vision
     if vision and settings.features is not None:
         vision.keep_at_most(settings.features)
-    limit = getattr(model.args, "max_position_embeddings", None) or tokenizer.model_max_length
+    limit = stated_positions(model) or min(tokenizer.model_max_length, LONGEST)
     report = getattr(model, "report", None)
     return ModelInfo(
         names=settings.names,
@@ -256,7 +263,7 @@ def described(loaded: Loaded, served: Served, settings: Settings) -> ModelInfo:
         marks=marks_of(tokenizer, vision and vision.mark),
         positions=int(min(limit, settings.positions or limit)),
         max_tokens=settings.max_tokens,
-        defaults={**advised, **settings.sampling},
+        defaults={**loaded.advised, **settings.sampling},
         template=settings.template,
         turns=not served.tree.is_stateless,
         created=int(time.time()),
@@ -268,6 +275,7 @@ def described(loaded: Loaded, served: Served, settings: Settings) -> ModelInfo:
         vision=vision,
         blind=model.runtime.blind,
         fetch=settings.fetch,
+        path=loaded.path,
         family=report.family if report else "",
         stored=report.target_quantization if report else "",
         size=report.target_bytes + report.head_bytes if report else 0,

@@ -81,8 +81,8 @@ class Service:
         if models is None:
             info = self.ready()
             facts: Any = {"context": info.positions, "size": info.size, "family": info.family, "stored": info.stored}
-            facts |= {"created": info.created, "sees": info.vision is not None}
-            return [Offer(name, **facts) for name in info.listed]
+            facts |= {"path": info.path, "created": info.created, "sees": info.vision is not None}
+            return [Offer(name, adapter=info.adapter_of({"model": name}) or "", **facts) for name in info.listed]
         models.named({})  # may raise
         return [models.offer_of(name) for name in models.names]
 

@@ -60,8 +60,8 @@ class Workshop:
         """Return a list of evaluated copies of the trained heads, quantized to `formats`; low-rank updates are added.
 
         A head of `tune-heads --new` with a draft vocabulary gets the target's LM-head rows of it as its LM head. A
-        floating-point parameter has the type of the parameter with the same path in the heads before the training,
-        else of the target's last norm.
+        floating-point parameter of the model's own heads has the type that it had before the training, and one of a
+        new head that of the target's last norm.
         """
         heads = Trained([copy.deepcopy(head) for head in self.trained.mtp])
         for head, shared in zip(heads.mtp, self.shared, strict=True):
@@ -73,7 +73,8 @@ class Workshop:
             elif isinstance(module, LOW_RANK):
                 heads.update_modules(tree_unflatten([(path, module.fuse(dequantize=True))]))
         nn.quantize(heads, class_predicate=lambda path, _: self.formats.get(path, False))
-        old: Any = dict(tree_flatten(Trained(self.before[0]).parameters()))
+        new = self.model.spec.prefix == TUNED.prefix  # a path of the heads before is then of another parameter
+        old: Any = {} if new else dict(tree_flatten(Trained(self.before[0]).parameters()))
         typed = partial(_as_before, old, self.model.model.norm.weight.dtype)
         heads.update(tree_map_with_path(typed, heads.parameters()))
         for head in heads.mtp if self.model.spec.prefix == TUNED.prefix else ():
@@ -94,7 +95,7 @@ def existing(model: Any, dtype: mx.Dtype, rank: int | None = None) -> Workshop:
 
     rank: leave quantized matrices quantized, and train only low-rank updates of this rank; None dequantizes the
     matrices and trains all parameters, except embeddings and the target's LM head. ValueError for heads in a format
-    that MLX cannot quantize to, or with a rank for heads that are not quantized.
+    that MLX cannot quantize to, with a rank for heads that are not quantized, and with one above the hidden size.
     """
     before = model.mtp, model.spec
     heads = Trained([copy.deepcopy(head) for head in model.mtp])
@@ -102,6 +103,8 @@ def existing(model: Any, dtype: mx.Dtype, rank: int | None = None) -> Workshop:
     if rank is not None:
         if not formats:
             raise ValueError(f"rank={rank}: the heads are not quantized; allowed is None")
+        if rank > (most := model.model.norm.weight.size):
+            raise ValueError(f"rank={rank}: allowed are 1 to {most}, the model's hidden size")
         _add_low_rank(heads, rank)
     # A recycled head is trained for a chain of two drafts.
     depths = 2 if model.spec.topology == "recycle" else len(heads.mtp)

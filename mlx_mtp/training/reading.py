@@ -7,11 +7,10 @@ from typing import Any
 import mlx.core as mx
 
 from ..cache.prompt_cache import make_prompt_cache
-from .recording import Recording
-from .texts import Text
+from .recording import OTHER, Recording
+from .texts import LEAST, Text
 
 ROWS = 256  # rows of logits at a time
-LEAST = 16  # tokens of a document; shorter ones are skipped
 HELD_OUT = 16  # about one text in this number measures the heads
 
 Progress = Callable[[str, int, int], None]
@@ -33,6 +32,21 @@ def pieces(texts: Iterable[Text], length: int, vocab_size: int) -> Iterator[tupl
                     raise ValueError(f"token {outside[0]} in a text; the model has tokens 0 to {vocab_size - 1}")
                 answer = min(max(0, text.answer - first), len(tokens))
                 yield Text(tokens, answer), is_held_out(text.tokens[: text.answer] or tokens[:LEAST])
+
+
+def skip_recorded(documents: Iterator[tuple[Text, bool]], recording: Recording) -> None:
+    """Drop as many documents as a recording has; ValueError if one of them has another prompt, or there are fewer.
+
+    Of a document without a prompt all tokens are compared. Answers are not, since the model may have written them.
+    """
+    if not recording.documents:
+        return
+    recorded = recording.arrays()[1][:, 0]
+    for document in recording.documents:
+        text, _ = next(documents, (Text([]), False))
+        tokens = recorded[document.first : document.end][: text.answer or None].tolist()
+        if not text.tokens or tokens != text.tokens[: text.answer or None]:
+            raise ValueError(f"{recording.path}: recorded with other texts; delete it, or {OTHER}")
 
 
 def record(

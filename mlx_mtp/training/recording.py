@@ -58,11 +58,22 @@ class Recording:
             write_whole(file, json.dumps(about))
         with one_line(f"{self.path}: a damaged recording; delete it", (ValueError, TypeError, KeyError)):
             found = json.loads(file.read_text())
-            lines = (self.path / DOCUMENTS).read_text().splitlines() if (self.path / DOCUMENTS).exists() else []
-            documents = [Document(**json.loads(line)) for line in lines if line.endswith("}")]
+            text = (self.path / DOCUMENTS).read_text() if (self.path / DOCUMENTS).exists() else ""
+            whole, _, rest = text.rpartition("\n")
+            documents = [Document(**json.loads(line)) for line in whole.splitlines()]
+            self._check_sizes(documents[-1].end if documents else 0)
         if changed := sorted(name for name in about | found if found.get(name) != about.get(name)):
             raise ValueError(f"{self.path}: recorded with another {', '.join(changed)}; delete it, or {OTHER}")
+        if rest:  # of a line whose write an interruption or a full disk cut
+            write_whole(self.path / DOCUMENTS, whole and whole + "\n")
         self.documents = documents
+
+    def _check_sizes(self, tokens: int) -> None:
+        """Raise ValueError if a file has fewer than `tokens` rows."""
+        for name, width in ((ROWS, 2 * self.width), (TOKENS, 8)):
+            file = self.path / name
+            if tokens and (not file.exists() or file.stat().st_size < tokens * width):
+                raise ValueError(f"{name} is too short")
 
     @property
     def size(self) -> int:
@@ -82,7 +93,8 @@ class Recording:
         rows = np.array(hidden.astype(mx.float16))
         if not np.isfinite(rows).all():
             raise ValueError(
-                "hidden rows hold NaN, or values that float16 cannot hold; heads cannot be trained on them"
+                "the target's hidden states for a document contain NaN, or values that float16 cannot hold; "
+                "heads cannot be trained on them"
             )
         pairs = np.stack([np.array(tokens, np.int32), np.array(choices, np.int32)], axis=1)
         document = Document(self.size, self.size + len(tokens), self.size + answer, held)
@@ -93,9 +105,10 @@ class Recording:
                 f.write(json.dumps(asdict(document)) + "\n")
         self.documents.append(document)
 
-    def turn_last(self) -> None:
-        """Reverse `held` of the last document, also in the file."""
-        self.documents[-1] = replace(self.documents[-1], held=not self.documents[-1].held)
+    def hold_last(self, count: int) -> None:
+        """Hold out the last `count` documents and no others, also in the file."""
+        first = len(self.documents) - count
+        self.documents = [replace(document, held=i >= first) for i, document in enumerate(self.documents)]
         write_whole(self.path / DOCUMENTS, "".join(json.dumps(asdict(d)) + "\n" for d in self.documents))
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:

@@ -1,9 +1,10 @@
 """Tokenize training texts, given or in files, and write with the model the prompts and answers that are missing."""
 
 import json
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import count, islice, repeat
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ MARK = "\x02user\x02"  # a user's message that no template changes
 WAVE = 32  # prompts or answers written in one batch
 PROMPT_TOKENS = 100  # maximum tokens of a prompt that the model writes
 GREEDY = 4  # all but one of this number of answers are greedy
-EMPTY = 8  # waves of empty prompts in a row, after which the model is given up
+LEAST = 16  # tokens of a document; shorter ones are skipped
+OPENING_TOKENS = 16  # maximum tokens of a text that the model begins without a chat template
+EMPTY = 8  # waves in a row without a new prompt, or of short texts, after which the model is given up
 
 
 @dataclass(frozen=True)
@@ -125,33 +128,65 @@ def chat_tokens(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
 
 
 def own_texts(model: Any, tokenizer: Any, length: int, seed: int) -> Iterator[Text]:
-    """Yield, without end, prompts of `own_prompts` with the model's answers, as in `answers`.
+    """Yield prompts of `own_prompts` with the model's answers, as in `answers`.
 
-    length: maximum tokens of prompt and answer. ValueError as in `own_prompts`.
+    They end where the prompts do, and after EMPTY * WAVE texts in a row of fewer than LEAST tokens. length: maximum
+    tokens of prompt and answer. ValueError as in `own_prompts`.
     """
-    yield from answers(model, tokenizer, own_prompts(model, tokenizer, seed), length, seed)
+    short = 0
+    for text in answers(model, tokenizer, own_prompts(model, tokenizer, length, seed), length, seed):
+        yield text
+        short = 0 if len(text.tokens) >= LEAST else short + 1
+        if short == EMPTY * WAVE:
+            return
 
 
-def own_prompts(model: Any, tokenizer: Any, seed: int) -> Iterator[list[int]]:
-    """Yield, without end, the tokens of prompts: a user's message that the model samples, in the chat template.
+def own_prompts(model: Any, tokenizer: Any, length: int, seed: int) -> Iterator[list[int]]:
+    """Yield the tokens of prompts of at most length - 2 tokens that the model samples at temperature 1; all differ.
 
-    Without a chat template every prompt is the same: the tokens of an empty text, or the end-of-text token.
-    ValueError if the model writes EMPTY waves of empty messages in a row, or if the template changes messages.
+    A prompt is a user's message in the chat template; without a template, the first tokens of a text. They end after
+    EMPTY waves in a row without a new prompt; ValueError if there is none before, or as `user_prefix`.
     """
-    if not tokenizer.has_chat_template:
-        start = tokenizer.encode("") or [tokenizer.eos_token_id]
-        yield from repeat(start)
-    before, empty = user_prefix(tokenizer), 0
+    written = _messages if tokenizer.has_chat_template else _openings
+    seen, empty = set[bytes](), 0
     for wave in count():
         mx.random.seed(seed + wave)  # the option `seed` would draw the same text for equal prompts
-        sampler = make_sampler(temp=1.0)
-        written = batch_generate(model, tokenizer, [before] * WAVE, max_tokens=PROMPT_TOKENS, sampler=sampler)
-        contents = [content for text in written.texts if (content := text.strip())]
-        empty = 0 if contents else empty + 1
+        before = len(seen)
+        for prompt in written(model, tokenizer):
+            key = array("q", prompt).tobytes()
+            if len(prompt) + 1 < length and key not in seen:
+                seen.add(key)
+                yield prompt
+        empty = 0 if len(seen) > before else empty + 1
         if empty == EMPTY:
-            raise ValueError("the model writes only empty prompts; give texts or prompts")
-        for content in contents:
+            break
+    if not seen:
+        raise ValueError(f"the model writes only prompts of 0 or of over {length - 2} tokens; give texts or prompts")
+
+
+def _messages(model: Any, tokenizer: Any) -> Iterator[list[int]]:
+    """Yield the tokens of a wave of prompts: a user's message that the model samples, in the chat template."""
+    before, sampler = user_prefix(tokenizer), make_sampler(temp=1.0)
+    written = batch_generate(model, tokenizer, [before] * WAVE, max_tokens=PROMPT_TOKENS, sampler=sampler)
+    for text in written.texts:
+        if content := text.strip():
             yield chat_tokens(tokenizer, [{"role": "user", "content": content}])
+
+
+def _openings(model: Any, tokenizer: Any) -> Iterator[list[int]]:
+    """Yield the first tokens of a wave of texts that the model samples from the tokens of an empty text on.
+
+    Where the tokenizer has no tokens for an empty text, its start-of-text or end-of-text token begins the texts.
+    """
+    ends = tokenizer.bos_token_id, tokenizer.eos_token_id
+    before = tokenizer.encode("") or [token for token in ends if token is not None][:1]
+    if not before:
+        raise ValueError("the tokenizer has no chat template and no token that begins a text; give texts")
+    options = {"max_tokens": OPENING_TOKENS, "sampler": make_sampler(temp=1.0), "return_token_ids": True}
+    for tokens in batch_generate(model, tokenizer, [before] * WAVE, **options).token_ids or []:
+        inside = [token for token in tokens if token not in tokenizer.eos_token_ids]
+        if inside:
+            yield [*before, *inside]
 
 
 def user_prefix(tokenizer: Any) -> list[int]:

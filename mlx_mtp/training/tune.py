@@ -5,7 +5,6 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,12 @@ import mlx.core as mx
 from ..checkpoint.draft_vocab import digest, most_frequent
 from ..checkpoint.tuned import fingerprint, write_heads
 from ..layers.port import Port
+from ..machine.errors import one_line
+from ..machine.paths import expanded
 from . import heads as making
 from .estimate import Estimate, estimate, fit
 from .measure import Acceptance, measure
-from .reading import pieces, record
+from .reading import HELD_OUT, pieces, record, skip_recorded
 from .recording import Recording
 from .settings import DTYPES, FEWEST, Settings
 from .texts import Given, Text, answered, given_texts, own_texts
@@ -25,6 +26,7 @@ from .train import Plan, put, train
 
 LENGTH = 256  # positions of a training row
 DOCUMENT = 512  # maximum tokens of a document
+MORE = 4 * HELD_OUT  # documents recorded at most so that some are held out and some are not
 WORK = ".work"  # the suffix of the folder with the recording and the training's state, next to the sidecar
 Progress = Callable[[str, int, int], None]
 
@@ -74,7 +76,7 @@ def tune_heads(
     does not change: at the end it has the heads that it had before. Load it with `kernels="off"`. `out` is a
     *.safetensors file for `load(mtp_path=out)`. Ctrl-C during the training ends it with the best heads so far.
     The same call continues an interrupted run, whose recording and state are in a folder named like `out` with
-    ".work" appended; a complete run deletes it.
+    ".work" appended; a complete run deletes it, and so does an error before 2,000 tokens are recorded.
 
     texts: strings, lists of token ids, lists of messages, and `Path`s of files (see `read_file`). Prompts without an
     answer, as messages that end with the user's, are answered by the model first. None: the model writes prompts and
@@ -86,37 +88,55 @@ def tune_heads(
     settings = settings or Settings(**options)
     settings.check()
     _check_model(model, new=settings.new)
-    file = Path(out).expanduser().resolve()
-    if file.suffix != ".safetensors":
-        raise ValueError(f"out={out}: allowed are names *.safetensors")
-    folder = file.with_name(file.name + WORK)
+    file = _file(out)
     mx.random.seed(settings.seed)
-    about = {"model": fingerprint(model), "adapter": model.runtime.adapters.fingerprint or ""}
-    about |= {"tokenizer": digest(tokenizer), "tokens": settings.tokens, "seed": settings.seed}
-    recording = Recording(folder / "recording", about, model.no_hidden().shape[-1])
-    recording.check_room(settings.tokens)
-    skipped = 0 if texts is None else len(recording.documents)
-    given = islice(
-        pieces(_texts(model, tokenizer, texts, settings, recording), DOCUMENT, model.vocab_size), skipped, None
-    )
+    folder = file.with_name(file.name + WORK)
+    recording = _recording(model, tokenizer, settings, folder, own=texts is None)
+    given = pieces(_texts(model, tokenizer, texts, settings, recording), DOCUMENT, model.vocab_size)
     work, before = _Work(model, tokenizer, settings, recording, file, folder, progress), (model.mtp, model.spec)
+    if texts is not None:
+        skip_recorded(given, recording)
     try:
+        recording.check_room(settings.tokens)
+        _workshop(work).restore()  # refuses a model or settings before anything is recorded
         _record(work, given, FEWEST)
         workshop = _workshop(work)
         rows, checkpoint = fit(workshop, settings.rows, LENGTH)
         if confirm:
-            seen = int(settings.epochs * settings.tokens)
-            costs = {"checkpoint": checkpoint, "write": texts is None}
-            confirm(estimate(workshop, max(0, settings.tokens - recording.size), seen, rows, LENGTH, **costs))
+            counts = max(0, settings.tokens - recording.size), int(settings.epochs * settings.tokens)
+            confirm(estimate(workshop, *counts, rows, LENGTH, checkpoint=checkpoint, write=texts is None))
         workshop.restore()
         _record(work, given, settings.tokens)
         workshop = _workshop(work)
         tuned, complete = _train(work, workshop, rows, checkpoint=checkpoint)
+    except (ValueError, OSError):
+        if recording.size < FEWEST:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
     finally:
         model.mtp, model.spec = before
     if complete:
         shutil.rmtree(folder, ignore_errors=True)
     return tuned
+
+
+def _file(out: str | Path) -> Path:
+    """Return the absolute path of `out`; ValueError if its name does not end with ".safetensors"."""
+    file = expanded(out).resolve()
+    if file.suffix != ".safetensors":
+        raise ValueError(f"out={out}: allowed are names *.safetensors")
+    return file
+
+
+def _recording(model: Any, tokenizer: Any, settings: Settings, folder: Path, *, own: bool) -> Recording:
+    """Return the recording in a work folder, created if it is missing. own: the model writes the texts.
+
+    ValueError for a recording of another model or tokenizer, of other settings, or with the other `own`.
+    """
+    about = {"model": fingerprint(model), "adapter": model.runtime.adapters.fingerprint or ""}
+    about |= {"tokenizer": digest(tokenizer), "tokens": settings.tokens, "seed": settings.seed}
+    about["source of the texts"] = "the model" if own else "the user"
+    return Recording(folder / "recording", about, model.no_hidden().shape[-1])
 
 
 @dataclass(frozen=True)
@@ -151,7 +171,7 @@ def _check_model(model: Any, *, new: bool) -> None:
 def _texts(
     model: Any, tokenizer: Any, texts: Iterable[Given] | None, settings: Settings, recording: Recording
 ) -> Iterator[Text]:
-    """Yield the given texts from the first on, with answers, or if `texts` is None the model's own, without end.
+    """Yield the given texts from the first on, with answers, or if `texts` is None the model's own.
 
     Their seed is that of the settings plus the number of recorded documents.
     """
@@ -164,19 +184,22 @@ def _texts(
 def _record(work: _Work, documents: Iterator[tuple[Text, bool]], tokens: int) -> None:
     """Record documents until there are `tokens` tokens, and some documents are held out and some are not.
 
-    If the documents end before, `held` of the last one is reversed where all are alike. ValueError if there are then
-    fewer than FEWEST tokens, or only one document.
+    For the latter at most MORE further documents are recorded; if then, or where the documents end before, all are
+    held out or none is, the last of them are held out: one in HELD_OUT, at least one. ValueError if there are fewer
+    than FEWEST tokens, or only one document.
     """
-    recording, before = work.recording, -1
+    recording = work.recording
     record(work.model, documents, recording, tokens, work.progress)
-    while not _both(recording) and recording.size > before:
-        before = recording.size
-        record(work.model, documents, recording, before + 1, work.progress)
-    if recording.size < FEWEST or len(recording.documents) < 2:
-        found = f"{recording.size} tokens in {len(recording.documents)} documents"
+    for _ in range(MORE):
+        if _both(recording):
+            break
+        record(work.model, documents, recording, recording.size + 1, work.progress)
+    count = len(recording.documents)
+    if recording.size < FEWEST or count < 2:
+        found = f"{recording.size} tokens in {count} documents"
         raise ValueError(f"too little text: {found}; give at least {FEWEST} tokens in at least 2 documents")
     if not _both(recording):
-        recording.turn_last()
+        recording.hold_last(max(1, count // HELD_OUT))
 
 
 def _both(recording: Recording) -> bool:
@@ -187,18 +210,21 @@ def _workshop(work: _Work) -> making.Workshop:
     """Return a new `Workshop` for the settings, which puts the heads to train into the model.
 
     A new head drafts settings.draft_vocab tokens: those fixed by `most_frequent`, and those that the target chose
-    most often in the recording.
+    most often in the recording; all tokens if the tokenizer has no more. ValueError if `draft_vocab` is less than the
+    number of those fixed.
     """
     settings, model, dtype = work.settings, work.model, DTYPES[work.settings.dtype]
     if not settings.new:
         return making.existing(model, dtype, settings.rank)
-    hidden, pairs = work.recording.arrays()
+    recorded = work.recording.arrays() if work.recording.documents else None
     vocab, size = None, settings.draft_vocab
-    if size is not None and size < model.vocab_size:
-        counts = Counter(pairs[:, 1].tolist())
-        vocab = most_frequent(work.tokenizer, counts, size, model.vocab_size)
+    if size is not None and size < sum(token < model.vocab_size for token in {*work.tokenizer.get_vocab().values()}):
+        counts = Counter[int](recorded[1][:, 1].tolist() if recorded else ())
+        with one_line(f"draft_vocab={size}: too few", (ValueError,)):
+            vocab = most_frequent(work.tokenizer, counts, size, model.vocab_size)
     workshop = making.new(model, vocab, settings.depths, settings.bits, dtype)
-    making.set_scale(workshop, mx.array(hidden[:FEWEST]))
+    if recorded:
+        making.set_scale(workshop, mx.array(recorded[0][:FEWEST]))
     return workshop
 
 

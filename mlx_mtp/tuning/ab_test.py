@@ -120,7 +120,8 @@ def check(trial: KernelTrial, seed: int = 0) -> str | None:
 def _check_bits(trial: KernelTrial, layer: int, x: mx.array, draw: int) -> None:
     """Raise WrongKernel if bits of a layer are wrong for x, or for x with NaN or infinity in other rows.
 
-    The latter are not compared with `alone` and no truth, where rows may depend on each other.
+    With `alone` and no truth, rows may depend on each other: of the outputs for NaN and infinity only shapes and
+    types are then checked.
     """
     ours, stock = trial.pairs[layer]
     alone = trial.alone[layer] if trial.alone else partial(_row_by_row, ours if trial.truth else stock)

@@ -29,8 +29,8 @@ class Controller:
     max_drafts, max_lookup: maximum drafts of `source` and of prompt lookup, 0 for none. others: maximum drafts of
     other names of the same drafter, which must read the same pending rows first. p_min: whether to try plans that
     read the drafter's confidence. masked: whether to try plans that mask all drafts by a grammar. known: costs
-    measured in earlier sequences; they are copied. growth: how the cost of a cycle grows with its drafts, for lengths
-    that were not measured.
+    measured in earlier sequences; they are copied. source: the drafter's name in plans. growth: how the cost of a
+    cycle grows with its drafts, for lengths that were not measured.
     """
 
     def __init__(
@@ -60,9 +60,11 @@ class Controller:
         self._kind, self._measures = "", False  # of its drafts; whether it is a plain step that measures
 
     def plan(self, matched: int = 0, pending: int = 0) -> Plan:
-        """Return the next cycle's plan; 0 drafts if they do not pay or the budget is used up: `paused` is then why.
+        """Return the next cycle's plan; 0 drafts if none can be made, if they do not pay, or without budget.
 
-        `paused` is empty for a plan with drafts, and for a plain step that is only measured.
+        `paused` becomes the reason in the last two cases. It becomes "" for a plan with drafts, and for a plain step
+        that is measured although drafts seem to pay. It is unchanged if no drafts can be made, and while
+        `costs.plain_first` is above 0, when all plans are plain steps.
         matched: length of the longest suffix that occurs earlier in the sequence. pending: hidden rows that the
         drafter must read before it drafts.
         """

@@ -49,7 +49,7 @@ class RememberedCosts:
         return found if isinstance(found, bool) else None
 
     def keep(self, costs: Costs | None, compiled: bool | None = None) -> None:
-        """Replace the file's contents by costs and the verdict on replaying; None removes the stored one.
+        """Replace the file's contents by costs and the verdict on replaying; None removes what was stored of either.
 
         Warns, once per process, if the file cannot be written.
         """

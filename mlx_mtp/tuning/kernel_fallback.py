@@ -80,9 +80,9 @@ class Fallback:
     def take(self, error: Trouble, tokens: int) -> None:
         """Switch off the kernels that may have caused an error, which occurred after this number of tokens.
 
-        A graph may fail although each of its kernels runs alone. It is then built once more with the same kernels,
-        and without any if it fails again after as many tokens. Raises KernelRefused if no kernel is on; for a
-        GraphFailed MLX's error, if no kernel is on, on several ranks, or for lack of memory.
+        A graph may fail although each of its kernels runs alone. The graph is then built once more with the same
+        kernels, and without any kernels if it fails again after as many tokens. Raises KernelRefused if no kernel is
+        on; for a GraphFailed MLX's error, if no kernel is on, on several ranks, or for lack of memory.
         """
         if isinstance(error, KernelRefused):
             return fall_back(self.model, error)

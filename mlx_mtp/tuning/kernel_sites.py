@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 def place(model: Port) -> list[Site]:
-    """Add sites to the model's modules and return them; all kernels are off at first."""
+    """Add sites to the model's modules and to its `runtime.sites`, and return them; all kernels are off at first."""
     modules = [module for _, module in model.named_modules()]  # type: ignore[attr-defined]
     sites: list[Site] = []
     for module, names in itertools.product(modules, TOGETHER):
@@ -119,7 +119,7 @@ def tied(model: Any, module: Any) -> bool:
 
 
 def _is_stacked(mlp: Any) -> bool:
-    """Return whether an MLP's gate and up projections share one site, without biases and output scales."""
+    """Return whether an MLP's gate and up projections share one site and have no biases and no output scales."""
     both = [mlp.gate_proj, mlp.up_proj]
     stack = getattr(mlp.gate_proj, "site", None)
     return isinstance(stack, Stack) and stack.modules == both and not any({"bias", SCALE} & {*m} for m in both)
@@ -139,7 +139,7 @@ def _mixed(mixin: type, kind: type) -> type:
 
 
 def _attentions(model: Any) -> Iterator[Site]:
-    """Yield the sites of attentions in layers and MTP heads, as it adds them.
+    """Add sites to the attentions in layers and MTP heads, one at a time, and yield each.
 
     Their trials use caches of the layer's window.
     """
@@ -171,9 +171,9 @@ def _attention(module: Any, ring: Ring | None, kv_bits: Sequence[int]) -> Iterat
 
 
 def _latent(module: Any, chosen: int | None = None) -> Iterator[Site]:
-    """Yield the sites of a latent attention, as it adds them.
+    """Add the sites of a latent attention to its module, one at a time, and yield each.
 
-    chosen: positions that each row of a sparse one attends to; None for a dense one.
+    chosen: number of positions that each row of a sparse attention attends to; None for a dense attention.
     """
     module.latent = LatentAttention(module) if chosen is None else ChosenAttention(module, chosen)
     yield module.latent
@@ -184,7 +184,7 @@ def _latent(module: Any, chosen: int | None = None) -> Iterator[Site]:
 
 
 def _per_head(attention: Any) -> Iterator[Site]:
-    """Yield the sites of quantized per-head products, as it adds them.
+    """Add sites to the quantized per-head products of an attention, one at a time, and yield each.
 
     In memory, the outputs for queries have the head axis first, those for values the row axis.
     """
@@ -195,7 +195,7 @@ def _per_head(attention: Any) -> Iterator[Site]:
 
 
 def _sums(model: Any) -> Iterator[Site]:
-    """Yield the sites of residual sums with the norms after them, as it adds them: in layers and MTP heads.
+    """Add sites to the residual sums with the norms after them, in layers and MTP heads, and yield each.
 
     A layer's second sum is followed by the next layer's norm, or the final one. Other blocks or norms than those of
     `model.BLOCK` and `model.NORM` have no sites.

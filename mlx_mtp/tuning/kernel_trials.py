@@ -47,11 +47,12 @@ def decide(
 
     lane: None switches on kernels that are right and faster by MARGIN; "exact" and "fast" all that are right, without
         timing; "off" none.
-    budget: seconds for new trials, without compilation; they also end once `stop` returns True. Kernels that are not
-        tried are off. timer, budget and stop are ignored unless lane is None.
+    budget: seconds for new trials, in which compilation does not count; trials also end once `stop` returns True.
+        Kernels that are not tried are off. timer, budget and stop are ignored unless lane is None.
     remembered: stored findings, which are used and added to; in "exact" and "fast" only those of kernels that do not
         compile or run.
-    By trial, of those that share a compiled kernel the one with the maximum row count, then weights, is timed.
+    By trial, of the trials that share a compiled kernel only the one with the maximum row count, then weights, is
+    timed.
     """
     trials = list(trials)
     assert lane in (None, *LANES), lane
@@ -100,7 +101,7 @@ def check_spellings(trial: KernelTrial) -> str | None:
 def check_split(trial: KernelTrial) -> tuple[str | None, bool]:
     """Return (why a kernel is wrong, or None; whether its rows must be split).
 
-    They must if it does not run otherwise; the reason is then that of the kernel with split rows.
+    They must be split if the kernel does not run otherwise; the reason is then that of the kernel with split rows.
     """
     wrong = check_spellings(trial)
     if wrong and wrong.startswith(FAILS) and trial.split:
@@ -189,8 +190,8 @@ class Decisions:
     def _following(self, trial: KernelTrial, timed: KernelTrial) -> KernelVerdict:
         """Return a verdict without timing: on if the timed trial is on and this one is right, checked or stored.
 
-        With fewer rows than the timed trial, it is off if the verdict on one row less is off. Also without time to
-        check it.
+        With fewer rows than the timed trial, it is off if the verdict on one row less is off. It is also off if there
+        is no time to check it.
         """
         verdict = self.verdicts[timed.key]
         trial, known = trial.chosen(verdict.split), self._known(trial, verdict)
@@ -210,13 +211,17 @@ class Decisions:
     def _known(self, trial: KernelTrial, like: KernelVerdict | None) -> Found | None:
         """Return the stored finding of a trial; None if there is none, or if it does not apply.
 
-        It applies if it was made with the spelling in use and, with `like`, its kernel splits rows as `like` does.
+        The finding applies if it was made with the spelling in use and, with `like`, for a kernel that splits rows as
+        `like` does.
         """
         known = self.known.get(trial.key)
         return None if is_stale(trial.key, known) or (like and known and known.split != like.split) else known
 
     def _no_time(self, trial: KernelTrial) -> str:
-        """Return why a kernel cannot be tried now, "" if it can; it is then compiled, which is not trial time."""
+        """Return why a kernel cannot be tried now, "" if it can.
+
+        Unless the time is used up or `stop` returns True, the kernel is compiled here; that is not trial time.
+        """
         if (tic := time.perf_counter()) >= self.end:
             return f"{NOT_TRIED}, the {self.budget:g} s for trials were used up"
         if not self.stop():

@@ -13,7 +13,8 @@ class CompileChoice:
     on: whether the next cycle is replayed. verdict: whether all are; None until the trial has ended.
 
     The trial alternates blocks of BLOCK cycles of each kind. It compares the medians of at least 2 * BLOCK cycles of
-    each, of equal `like`, without the first ones of a block. A given verdict is kept: there is no trial then.
+    each, of equal `like`; the first MIXED cycles of a block do not count. A given verdict is kept: there is no trial
+    then.
     """
 
     def __init__(self, verdict: bool | None):

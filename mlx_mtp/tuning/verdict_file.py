@@ -45,7 +45,7 @@ class RememberedVerdicts:
     def recall(self) -> dict[Key, Found]:
         """Return all findings in the file and of this process.
 
-        Only those of this process without a valid file of this machine, model, MLX and kernels.
+        If there is no valid file of this machine, model, MLX and kernels, return those of this process alone.
         """
         try:
             kept = self._file.recall()

@@ -1,9 +1,11 @@
 """Sequences of a batch with their own limits of drafts, independent of the generator's limit."""
 
+import itertools
+
 import families
 import mlx.core as mx
 import pytest
-from sweep import paired, sampled
+from sweep import sampled
 
 import mlx_mtp
 from mlx_mtp.batch.generator import BatchGenerator
@@ -29,19 +31,24 @@ def tokens_of(batch, uids) -> list[list[int]]:
     return [found[uid] for uid in uids]
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize(("name", "default"), paired(NAMES, sampled([0, 1, None], [0, 1, 2, "most", None])))
+@pytest.mark.parametrize(
+    ("name", "default", "adaptive"),
+    sampled(
+        [("three heads", 0, False), ("one head", 1, True), ("three heads", None, True), ("one head", None, False)],
+        itertools.product(NAMES, [0, 1, 2, "most", None], [False, True]),
+    ),
+)
 def test_each_sequence_has_its_own_limit(model_of, name, default, adaptive):
     """With others and alone: tokens of plain decoding, counts per depth, and their sum in the generator's stats."""
     model = model_of(name)
     most = model.max_draft_tokens
     default = most if default == "most" else default
-    alone = [[t for t, *_ in mlx_mtp.generate_step(p, model, max_tokens=14, num_draft_tokens=0)] for p in PROMPTS]
+    alone = [[t for t, *_ in mlx_mtp.generate_step(p, model, max_tokens=10, num_draft_tokens=0)] for p in PROMPTS]
     for limits in sampled([[0, 1, None, most, most]], [[0, 1, None, most, most], [most, 0], [0, 1], [most], [None]]):
         whole, each = mlx_mtp.Stats(), [mlx_mtp.Stats() for _ in limits]
         batch = BatchGenerator(model, num_draft_tokens=default, adaptive=adaptive, stats=whole)
         n = len(limits)
-        uids = batch.insert(PROMPTS[:n], [14] * n, num_draft_tokens=limits, stats=each)
+        uids = batch.insert(PROMPTS[:n], [10] * n, num_draft_tokens=limits, stats=each)
         assert tokens_of(batch, uids) == alone[:n]
         batch.close()
         own = draft_count(default, model, None)

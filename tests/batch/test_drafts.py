@@ -53,7 +53,7 @@ def test_drafts_are_those_from_scratch(subject, monkeypatch, name):
     assert min(checked) >= 5
 
 
-@pytest.mark.parametrize("name", sampled(NAMES[:2], NAMES))
+@pytest.mark.parametrize("name", sampled(NAMES[:1], NAMES))
 def test_heads_draft_after_long_pauses_as_from_scratch(subject, monkeypatch, name):
     """Two of 30 cycles draft; in the others one sequence ends, two join, and kept rows are distributed repeatedly."""
     s, turn = subject(name), counted()
@@ -61,11 +61,11 @@ def test_heads_draft_after_long_pauses_as_from_scratch(subject, monkeypatch, nam
     monkeypatch.setattr(Fixed, "plan", lambda *_, **__: Plan(k=s.k * (next(turn) % 30 > 27)))
     batch = BatchGenerator(s.model, num_draft_tokens=s.k, adaptive=False)
     prompts = mx.random.randint(0, s.model.vocab_size, (4, 9), key=mx.random.key(3)).tolist()
-    batch.insert(prompts[:2], [10, 60])
+    batch.insert(prompts[:2], [10, 52])
     for late in prompts[2:]:
         for _ in range(9):
             batch.next()
-        batch.insert([late], [70])
+        batch.insert([late], [56])
     while batch.next_generated():
         pass
     checked = 0

@@ -4,6 +4,7 @@ import itertools
 
 import mlx.core as mx
 import pytest
+from sweep import paired
 
 import mlx_mtp
 from mlx_mtp.batch import generator
@@ -47,8 +48,7 @@ def alone(model, prompt, n) -> list[int]:
     return [token for token, *_ in mlx_mtp.generate_step(prompt, model, max_tokens=n)]
 
 
-@pytest.mark.parametrize("call", [1, 2, 9])
-@pytest.mark.parametrize("kind", ["samplers", "logits_processors"])
+@pytest.mark.parametrize(("call", "kind"), paired([1, 2, 9], ["samplers", "logits_processors"]))
 def test_only_that_sequence_fails(tiny_models, kind, call):
     """At its first token, when it joins the others, and later."""
     model, _ = tiny_models(0)
@@ -63,8 +63,7 @@ def test_only_that_sequence_fails(tiny_models, kind, call):
     assert batch.prompt_cache_nbytes == 0
 
 
-@pytest.mark.parametrize("texts", [1, 2])
-@pytest.mark.parametrize("call", [1, 2, 5])
+@pytest.mark.parametrize(("call", "texts"), paired([1, 2, 5], [1, 2]))
 def test_all_active_sequences_fail(tiny_models, texts, call):
     """Then others join. The error of a sequence that is removed is not raised."""
     model, _ = tiny_models(0)

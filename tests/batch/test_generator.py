@@ -185,13 +185,31 @@ def test_ranks_are_refused(pair, monkeypatch):
         mlx_mtp.BatchGenerator(pair[0])
 
 
+def test_a_none_among_limits_is_the_generators_own(pair):
+    batch = mlx_mtp.BatchGenerator(pair[0], max_tokens=2, logprobs=True)
+    uids = batch.insert([[1], [1]], max_tokens=[None, 3], logprobs=[None, False])
+    found = []
+    while len(found) < 5:
+        found += batch.next_generated()
+    assert [sum(r.uid == uid for r in found) for uid in uids] == [2, 3]
+    assert all((r.logprobs is None) == (r.uid == uids[1]) for r in found)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"prompts": [[]]}, r"^prompts\[0\]: empty"),
-        ({"prompts": [[1], [2]], "max_tokens": [1]}, "^max_tokens: 1 of them, expected one for each of 2 prompts"),
+        ({"prompts": [[1], [2]], "max_tokens": [1]}, "^max_tokens: 1 values; expected one for each of 2 prompts"),
         ({"prompts": [[1]], "max_tokens": [0]}, "^max_tokens=0: allowed is 1 or more"),
         ({"prompts": [[1]], "num_draft_tokens": [99]}, "^num_draft_tokens=99: allowed is 0 to 3"),
+        *(({"prompts": [[1]], "max_tokens": [value]}, "^max_tokens=.*as an integer") for value in ("3", 2.5, [1])),
+        *(({"prompts": [[1]], "seeds": [value]}, "^seed=.*as an integer") for value in ("3", 2.5, [], True)),
+        *(({"prompts": [[1]], "logprobs": [value]}, r"^logprobs\[0\]=") for value in ("x", 2, [])),
+        *(({"prompts": [[1]], "samplers": [value]}, r"^samplers\[0\]=") for value in ("x", 3)),
+        *(({"prompts": [[1]], "logits_processors": [value]}, "^logits_processors") for value in (3, "x", [3])),
+        *(({"prompts": [[1]], "stop_sequences": [value]}, "^stop_sequences") for value in (3, "x", ["x"], [[2.5]])),
+        ({"prompts": [[1], [2]], "stats": [None, 3]}, r"^stats\[1\]=3: allowed is a Stats"),
+        ({"prompts": [[1]], "caches": [3]}, r"^caches\[0\]=3"),
     ],
 )
 def test_what_it_refuses(pair, arguments, message):

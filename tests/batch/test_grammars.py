@@ -14,7 +14,7 @@ from mlx_mtp.decoding import replay as replay_module
 
 PROMPTS = [[1, 2, 3, 0, 2], [2, 2, 1, 3, 0, 1, 2, 0], [3, 1], [0, 2, 1, 1]]
 PATTERNS = ["((a|b)abcabc){9}", None, "(a|b|c)+", "(c(a|b))*abca"]
-N = 18
+N = 14
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +122,7 @@ def test_batch_generate():
     assert texts == [mlx_mtp.generate(model, tokenizer, prompt, **how) for prompt in prompts]
 
 
-@pytest.mark.parametrize("k", [0, 2])
+@pytest.mark.parametrize("k", sampled([2], [0, 2]))
 def test_samplers_that_evaluate_their_logits(tiny_models, k):
     """The masks are written before a caller's code sees the logits, alone and in a batch."""
     model, _ = tiny_models(2)

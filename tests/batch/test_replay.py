@@ -58,7 +58,7 @@ def session(model, limits, comes, **options):
 )
 def test_replayed_as_built(subject, monkeypatch, name, k, temp):
     """Tokens, accepted drafts, and every bit of the returned caches."""
-    model, schedule = fresh(subject(name).model), ([20, 6, 24, 30], [0, 0, 3, 6])
+    model, schedule = fresh(subject(name).model), ([16, 6, 14, 14], [0, 0, 3, 6])
     monkeypatch.setattr(replay, "OFTEN", 1)
     built, caches, none = session(model, *schedule, num_draft_tokens=k, temp=temp)
     replayed, ours, stats = session(model, *schedule, num_draft_tokens=k, temp=temp, compile_cycles=True)

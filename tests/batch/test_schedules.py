@@ -11,7 +11,7 @@ from subjects import quantizable_model, subjects
 import mlx_mtp
 from mlx_mtp.decoding import replay
 
-NAMES = ["step3p5", "quantized", "nemotron_h_latent", "glm_moe_dsa_shared"]
+NAMES = ["nemotron_h_latent", "glm_moe_dsa_shared"]
 EVERY = ["step3p5", "eagle", "quantized", *families.FAMILIES]
 
 

@@ -195,7 +195,7 @@ def test_prompts_are_nine_kinds_padded_to_a_length(demo):
         for p, short in zip(make_prompts(demo.tokenizer, 2048, each=1, context=context), whole[::2], strict=True):
             assert 0.97 * context <= len(p.tokens) <= context
             assert p.tokens[-10:] == short.tokens[-10:]
-    with pytest.raises(ValueError, match=r"contexts=20: a prompt alone has"):
+    with pytest.raises(ValueError, match=r"contexts=20: too short for a prompt"):
         make_prompts(demo.tokenizer, 2048, each=1, context=20)
     with pytest.raises(ValueError, match=r"categories=nope: allowed are code_python, "):
         make_prompts(demo.tokenizer, 2048, each=1, only=["nope"])
@@ -315,7 +315,7 @@ def test_comparison_with_an_earlier_result_and_exit_code_1_for_a_wrong_text(tmp_
         (("--drafts", "7"), "Invalid value for '--drafts': drafts=7: allowed with this model is 1 to 3"),
         (
             ("--contexts", "700,5", "--prompts", 1, "--categories", "translation"),
-            "Invalid value for '--contexts': contexts=5: a prompt alone has",
+            "Invalid value for '--contexts': contexts=5: too short for a prompt",
         ),
         (("--preset", "documents"), "--preset documents needs --model or --config"),
         (("--preset", "documents", "--model", "demo", "--contexts", "9"), "documents sets --contexts itself"),

@@ -9,6 +9,7 @@ import families
 import mlx.core as mx
 import mlx_lm
 import pytest
+from command_line import call, one_line_error
 from mlx.utils import tree_flatten
 from published import FILES, read
 from sweep import sampled
@@ -160,9 +161,10 @@ def test_the_stated_quantization_is_used(config):
         ({}, {"layers": 0}, r"layers=0: allowed is 1 to 3"),
         ({}, {"layers": 4}, r"layers=4: allowed is 1 to 3"),
         ({}, {"synth_rates": [1.5]}, r"synth_rates=1.5: allowed is between 0 and 1"),
-        ({}, {"synth_rates": [0.5, 0.6]}, r"synth_rates=0.6: allowed after 0.5 is at most that"),
+        ({}, {"synth_rates": [0.5, 0.6]}, r"synth_rates=0.6: allowed is at most 0.5, the rate of the depth before"),
         ({}, {"synth_rates": [0.5], "mtp": False}, "no heads that draft"),
         ({}, {"model": "demo"}, "not together with a checkpoint"),
+        ({}, {"adapter_path": ("a",), "vision": True}, "not together with .*adapter_path"),
     ],
 )
 def test_mistakes_are_one_line(config, changes, options, message):
@@ -191,6 +193,22 @@ def test_facts_of_a_subject(config):
     assert demo.stop_tokens == tuple(sorted(demo.tokenizer.eos_token_ids)) != ()
     assert (demo.facts["name"], demo.synthetic, demo.facts["dtype"], demo.rates) == ("demo", None, "float32", ())
     assert json.loads(json.dumps(demo.facts)) == demo.facts
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["bench", "verify"], ["bench", "decode"]])
+def test_commands_load_what_their_options_state(command, monkeypatch, tmp_path):
+    def load(path, **more):
+        raise ValueError(f"{path} {more}")
+
+    monkeypatch.setattr(subject, "load", load)
+    monkeypatch.chdir(tmp_path)
+    words = "--adapter-path a --adapter-path b --mtp-path h --no-mtp --draft-model d --draft-vocab v --no-vision"
+    made = call(*command, *words.split(), "--vision-path", "t", "--trust-remote-code")
+    given = {"adapter_path": ("a", "b"), "mtp_path": "h", "mtp": False, "draft_model": "d", "draft_vocab": "v"}
+    given |= {"vision": False, "vision_path": "t", "tokenizer_config": {"trust_remote_code": True}}
+    error = one_line_error(made)
+    assert error.startswith(f"error: {demo_path()} ")
+    assert all(f"{name!r}: {value!r}" in error for name, value in given.items())
 
 
 def test_a_subject_has_the_given_name(config, tmp_path, monkeypatch):

@@ -36,7 +36,7 @@ def test_a_disk_that_is_too_small(source, tmp_path, monkeypatch):
     free = [needed * 98 // 100]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**12, 10**12 - free[0], free[0]))
     new = tmp_path / "deep" / "new"
-    with pytest.raises(ValueError, match=rf"{new}: needs \S+ [kM]B, and \S+ [kM]B are free there$"):
+    with pytest.raises(ValueError, match=rf"{new}: needs \S+ [kM]B, and \S+ [kM]B are free there; delete files"):
         convert(source, new, quantize=True, q_group_size=32)
     assert not new.parent.exists()
     free[0] = needed
@@ -65,7 +65,7 @@ def test_what_a_killed_run_left_counts_as_free(source, tmp_path, monkeypatch, al
     new.rename(partial)  # without the note the directory is not ours
     if alone:
         os.truncate(partial, partial.stat().st_size - 1)
-    with pytest.raises(ValueError, match=r"^\S+ needs \S+ kB, and \S+ \S+ are free there$"):
+    with pytest.raises(ValueError, match=r"^\S+ needs \S+ kB, and \S+ \S+ are free there; delete files"):
         write(source, new)
 
 
@@ -78,7 +78,7 @@ def test_two_runs_do_not_write_one_file(source, tmp_path):
         calls.append(done)
         if len(calls) % 5 != 1:  # each try opens the source
             return
-        with pytest.raises(ValueError, match=r"new\.safetensors: another run is writing it$") as caught:
+        with pytest.raises(ValueError, match=r"new\.safetensors: another run is writing it; wait until") as caught:
             extract_heads(source, new)
         messages.append(str(caught.value))
 
@@ -135,7 +135,7 @@ def test_a_killed_run_leaves_what_the_next_one_replaces(source, tmp_path):
     assert "not finished" in (partial / atomic.NOTE).read_text()
     handle = os.open(partial, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    with pytest.raises(ValueError, match=r"new: another run is writing it$"):
+    with pytest.raises(ValueError, match=r"new: another run is writing it; wait until"):
         convert(source, tmp_path / "new")
     assert (partial / atomic.NOTE).exists()
     os.close(handle)

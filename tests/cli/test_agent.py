@@ -118,7 +118,7 @@ def test_without_the_tool_the_unit_is_written_and_the_error_is_one_line(system, 
         monkeypatch.setenv("PATH", str(system.home))
     line = one_line_error(call("serve", "--install-agent"))
     file = agent.manager().file
-    assert f"{file} is written, but not loaded" in line
+    assert f"{file} is written, but could not be loaded" in line
     assert {"missing": "not found", "fails": "No bus"}[fault] in line
     assert unit()[0]
     removed = call("serve", "--uninstall-agent")

@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 import urllib.request
+from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -22,6 +24,15 @@ from mlx_mtp.cli.sizes import SIZE
 from mlx_mtp.demo import demo_path
 
 serve = sys.modules["mlx_mtp.cli.serve"]
+
+
+def test_a_loaded_model_has_the_path_of_its_gguf_file(monkeypatch):
+    tokenizer = SimpleNamespace(encode=lambda text: [1], eos_token_ids={2})
+    monkeypatch.setattr(serve.options, "load_model", lambda flags: (None, tokenizer))
+    monkeypatch.setattr(serve.options, "transcoded", lambda file, flags: demo_path())
+    with click.Context(serve.serve) as ctx:
+        paths = [serve._load(ctx, {"model": model}).path for model in ("x.gguf", None)]
+    assert paths == [Path("x.gguf"), Path(demo_path())]
 
 
 class Running:

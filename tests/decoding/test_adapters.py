@@ -9,7 +9,7 @@ from mlx_mtp import grammar
 from mlx_mtp.decoding import replay
 from mlx_mtp.decoding.replay import ChoiceKind, Kind, Recorder
 
-PROMPT, N = [1, 5, 6, 7, 9, 4, 12], 8
+PROMPT, N = [1, 5, 6, 7, 9, 4, 12], 7
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

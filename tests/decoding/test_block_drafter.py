@@ -62,13 +62,13 @@ def test_drafts_equal_a_forward_from_scratch(made, monkeypatch, kind, k):
     own = model.drafter
     monkeypatch.setattr(mx, "compile", lambda function: function)
     for prompt, replay in zip(PROMPTS[:2], (False, True), strict=True):
-        text = prompt + ours(model, prompt, 0, 44)
+        text = prompt + ours(model, prompt, 0, 32)
         at = np.cumsum([1 + i % (k + 1) for i in range(k, 60)]) + len(prompt)
         forced = ForcedBlock(own.net).force(V, text, {*at.tolist()})
         set_drafter(model, forced)
         stats = mlx_mtp.Stats()
         options = {"stats": stats, "prefill_step_size": 16, "compile_cycles": replay}
-        assert ours(model, prompt, k, 44, **options) == text[len(prompt) :]
+        assert ours(model, prompt, k, 32, **options) == text[len(prompt) :]
         assert stats.accepted[0] > 0
         assert bool(stats.compiled_cycles) == replay
         check(forced.noted(len(text)), text, plain, w, config, least=4 if k > 12 else 5)
@@ -79,21 +79,21 @@ def test_drafts_equal_a_forward_from_scratch(made, monkeypatch, kind, k):
 def test_drafts_behind_pauses_and_in_a_pool(made, monkeypatch, kind):
     model, plain, w, config = made(kind)
     own, prompt = model.drafter, PROMPTS[0]
-    texts = [p + ours(model, p, 0, n) for p, n in zip(PROMPTS, (90, 40, 40), strict=True)]
+    texts = [p + ours(model, p, 0, n) for p, n in zip(PROMPTS, (58, 24, 24), strict=True)]
     forced = ForcedBlock(own.net).force(V, texts[0], {*range(0, 200, 5)})
     set_drafter(model, forced)
     with monkeypatch.context() as patch:
-        plans = [Plan("block", 3), *[Plan()] * 40, Plan("block", 6), Plan("lookup", 2), Plan("block", 1)]
+        plans = [Plan("block", 3), *[Plan()] * 24, Plan("block", 6), Plan("lookup", 2), Plan("block", 1)]
         follow(patch, Listed(plans))
-        assert ours(model, prompt, 6, 90, prompt_lookup=True) == texts[0][37:]
+        assert ours(model, prompt, 6, 58, prompt_lookup=True) == texts[0][37:]
     check(forced.noted(len(texts[0])), texts[0], plain, w, config, 4)
     forced.calls.clear()
     batch, found = mlx_mtp.BatchGenerator(model, num_draft_tokens=4, adaptive=False), [[] for _ in PROMPTS]
-    batch.insert(PROMPTS, [30] * 3)
+    batch.insert(PROMPTS, [20] * 3)
     while responses := batch.next_generated():
         for response in responses:
             found[response.uid].append(response.token)
-    assert found == [text[len(p) : len(p) + 30] for p, text in zip(PROMPTS, texts, strict=True)]
+    assert found == [text[len(p) : len(p) + 20] for p, text in zip(PROMPTS, texts, strict=True)]
     for uid, text in enumerate(texts):
         rows = [
             (source, position, tokens)
@@ -108,10 +108,10 @@ def test_drafts_behind_pauses_and_in_a_pool(made, monkeypatch, kind):
 def test_confidence_is_the_confidence_heads(made):
     model, plain, w, config = made("dspark")
     own, prompt = model.drafter, PROMPTS[2]
-    text = prompt + ours(model, prompt, 0)
+    text = prompt + ours(model, prompt, 0, 26)
     forced = ForcedBlock(own.net).force(V, text, {*range(0, 99, 4)})
     set_drafter(model, forced)
-    assert ours(model, prompt, 5, draft_p_min=0.3) == text[len(prompt) :]
+    assert ours(model, prompt, 5, 26, draft_p_min=0.3) == text[len(prompt) :]
     found = [(at.item(), drafts) for _, at, _, drafts in forced.calls if at.item() < len(text)]
     assert len(found) > 5
     for position, drafts in found:
@@ -127,8 +127,8 @@ FILTERS = [{"temp": 1.0}, {"temp": 0.8, "top_k": 4}, {"temp": 1.0, "top_p": 0.7}
 @pytest.mark.parametrize(("kind", "options"), paired(KINDS, FILTERS))
 def test_draws_do_not_depend_on_drafts(made, kind, options):
     model, texts = made(kind)[0], set()
-    for k, replay in ((0, False), (3, True), (2, False)):
-        texts.add(tuple(ours(model, PROMPTS[2], k, 16, seed=5, compile_cycles=replay, **options)))
+    for k, replay in sampled([(0, False), (3, True)], [(0, False), (3, True), (2, False)]):
+        texts.add(tuple(ours(model, PROMPTS[2], k, 12, seed=5, compile_cycles=replay, **options)))
     assert len(texts) == 1
 
 
@@ -138,7 +138,7 @@ def test_drafts_have_the_noise_of_their_positions(made, monkeypatch, kind):
     model, accepted = made(kind)[0], {}
     for mode in ("coupled", "greedy"):
         stats = mlx_mtp.Stats()
-        ours(model, PROMPTS[2], 4, 60, temp=20.0, seed=1, draft_sampling=mode, stats=stats)
+        ours(model, PROMPTS[2], 4, 60 if SWEEP else 30, temp=20.0, seed=1, draft_sampling=mode, stats=stats)
         accepted[mode] = stats.accepted[0] / stats.drafted[0]
     assert accepted["coupled"] > (0.9 if kind == "dflash" else 0.25)
     assert accepted["greedy"] < 0.3
@@ -147,11 +147,11 @@ def test_drafts_have_the_noise_of_their_positions(made, monkeypatch, kind):
 @pytest.mark.parametrize("kind", sampled(["dflash2"], KINDS))
 def test_replayed_cycles_draft_the_same(made, kind):
     model = made(kind)[0]
-    for k in (2, 15):
+    for k in sampled((2,), (2, 15)):
         found = []
         for replay in (False, True):
             stats = mlx_mtp.Stats()
-            found.append((ours(model, PROMPTS[0], k, 28, stats=stats, compile_cycles=replay), stats.accepted))
+            found.append((ours(model, PROMPTS[0], k, 24, stats=stats, compile_cycles=replay), stats.accepted))
             assert not replay or stats.compiled_cycles > 10
         assert found[0] == found[1]
 
@@ -160,7 +160,7 @@ def test_replayed_cycles_draft_the_same(made, kind):
 def test_recorded_steps_are_few(made, monkeypatch, kind):
     """At most 12 of a long answer in which every length follows every other, copies and plain steps included."""
     model, *_ = made(kind)
-    own, prompt, n = model.drafter, PROMPTS[2], 2000 if SWEEP else 160
+    own, prompt, n = model.drafter, PROMPTS[2], 2000 if SWEEP else 110
     text = prompt + ours(model, prompt, 0, n, temp=1.0, seed=1)
     rng = random.Random(kind)
     set_drafter(model, ForcedBlock(own.net).force(V, text, {i for i in range(n) if rng.random() < 0.3}))
@@ -174,7 +174,7 @@ def test_recorded_steps_are_few(made, monkeypatch, kind):
     set_drafter(model, own)
 
 
-@pytest.mark.parametrize("stop", [(3, 1), (15, 9), (0, 30)])
+@pytest.mark.parametrize("stop", sampled([(3, 1), (15, 9)], [(3, 1), (15, 9), (0, 30)]))
 def test_stop_anywhere_save_rewind_and_continue(made, tmp_path, stop):
     (k, n), (model, plain, w, config) = stop, made("assistant")
     own, prompt = model.drafter, PROMPTS[0]
@@ -199,21 +199,21 @@ def test_few_rows_wait_while_drafting_is_paused(made):
     """Neither a prompt nor a pause keeps the target's states of more than a few tokens."""
     model = made("dflash")[0]
     cache = mlx_mtp.make_prompt_cache(model)
-    ours(model, PROMPTS[0] * 6, 0, 150, prompt_cache=cache, prefill_step_size=64)
-    assert cache.offset > 300
+    ours(model, PROMPTS[0] * 4, 0, 90, prompt_cache=cache, prefill_step_size=64)
+    assert cache.offset > 200
     assert sum(rows.shape[1] for rows in cache.backlog) <= 80
     assert cache.primed >= cache.offset - 80
 
 
 def test_quantized_caches(made):
     model = made("dflash", head_dim=32)[0]
-    plain = ours(model, PROMPTS[0], 0)
-    assert ours(model, PROMPTS[0], 6, mtp_kv_bits=8, kv_group_size=32) == plain
+    plain = ours(model, PROMPTS[0], 0, 20)
+    assert ours(model, PROMPTS[0], 6, 20, mtp_kv_bits=8, kv_group_size=32) == plain
 
 
 def test_the_default_is_the_trained_block_and_the_controller_chooses(made):
     model, *_ = made("dflash")
     stats = mlx_mtp.Stats()
-    text = [t for t, *_ in mlx_mtp.generate_step(PROMPTS[0], model, max_tokens=60, stats=stats)]
+    text = [t for t, *_ in mlx_mtp.generate_step(PROMPTS[0], model, max_tokens=30, stats=stats)]
     assert stats.num_draft_tokens == model.drafter.most == 15
-    assert text == ours(model, PROMPTS[0], 0, 60)
+    assert text == ours(model, PROMPTS[0], 0, 30)

@@ -7,12 +7,13 @@ import drafters
 import families
 import numpy as np
 import pytest
-from sweep import sampled
+from sweep import SWEEP, sampled
 
 import mlx_mtp
 
 KINDS = list(block_drafters.KINDS)
 FAMILIES = [*drafters.HEADLESS, *sorted(families.FAMILIES)]
+N = 14 if SWEEP else 9
 PROMPTS = [np.random.default_rng(n).integers(0, 5, n).tolist() for n in (19, 3)]
 
 
@@ -36,7 +37,7 @@ def target(tmp_path_factory):
 def texts(model, k, **options):
     def text(prompt):
         steps = mlx_mtp.generate_step(
-            prompt, model, max_tokens=14, num_draft_tokens=k, adaptive=False, prefill_step_size=7, **options
+            prompt, model, max_tokens=N, num_draft_tokens=k, adaptive=False, prefill_step_size=7, **options
         )
         return [token for token, _, _ in steps]
 
@@ -45,7 +46,7 @@ def texts(model, k, **options):
 
 def batched(model, k, **options):
     found, batch = [[] for _ in PROMPTS], mlx_mtp.BatchGenerator(model, num_draft_tokens=k, adaptive=False, **options)
-    batch.insert(PROMPTS, [14] * len(PROMPTS))
+    batch.insert(PROMPTS, [N] * len(PROMPTS))
     while responses := batch.next_generated():
         for response in responses:
             found[response.uid].append(response.token)
@@ -66,7 +67,7 @@ def test_greedy_text_is_that_of_plain_decoding(target, tmp_path, name, kind):
         assert batched(model, 5, compile_cycles=replay) == plain
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3"])
+@pytest.mark.parametrize("name", sampled(["qwen3_5"], ["qwen3_5", "deepseek_v3"]))
 def test_a_target_without_its_own_heads(target, tmp_path, name):
     """With mtp=False a drafter drafts alone: the checkpoint's heads are not loaded."""
     directory, width, vocab = target(name)

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from plans import Listed, follow
-from sweep import sweep
+from sweep import sampled, sweep
 
 import mlx_mtp
 from mlx_mtp.decoding import clock, cycle, loop
@@ -216,7 +216,7 @@ def calls_of(monkeypatch, model, control, **options):
     return prompt, calls.names, stats
 
 
-@pytest.mark.parametrize("case", [*CASES, "controller"])
+@pytest.mark.parametrize("case", sampled(["mixed", "controller"], [*CASES, "controller"]))
 def test_order_of_events(monkeypatch, model, case):
     """Build the next cycle, read this one, submit the next; with p_min, after the confidence is read."""
     control = None if case == "controller" else Listed(CASES[case])

@@ -51,7 +51,7 @@ def test_drafts_equal_recomputation(tiny_models, monkeypatch, length, step):
 
     monkeypatch.setattr(Heads, "propose", spy)
     steps = mlx_mtp.generate_step(
-        prompt, model, max_tokens=30, num_draft_tokens=3, adaptive=False, prefill_step_size=step
+        prompt, model, max_tokens=20, num_draft_tokens=3, adaptive=False, prefill_step_size=step
     )
     text = prompt + [token for token, _, _ in steps]
     assert len(calls) > 5
@@ -110,12 +110,12 @@ def test_paused_heads_are_prefilled(tiny_models):
     prompt = [1, 2, 3, 4, 0, 1]
     cache = mlx_mtp.make_prompt_cache(model)
     parked = [
-        t for t, _, _ in mlx_mtp.generate_step(prompt, model, prompt_cache=cache, max_tokens=90, num_draft_tokens=0)
+        t for t, _, _ in mlx_mtp.generate_step(prompt, model, prompt_cache=cache, max_tokens=40, num_draft_tokens=0)
     ]
     assert cache.primed == 0
     on, off = mlx_mtp.Stats(), mlx_mtp.Stats()
-    go_on = mlx_mtp.generate_step(parked[-1:], model, prompt_cache=cache, max_tokens=40, adaptive=False, stats=on)
-    fresh = mlx_mtp.generate_step(prompt + parked, model, max_tokens=40, adaptive=False, stats=off)
+    go_on = mlx_mtp.generate_step(parked[-1:], model, prompt_cache=cache, max_tokens=20, adaptive=False, stats=on)
+    fresh = mlx_mtp.generate_step(prompt + parked, model, max_tokens=20, adaptive=False, stats=off)
     assert [t for t, _, _ in go_on] == [t for t, _, _ in fresh]
     assert on.accepted == off.accepted
     assert tiny.CONFIG["sliding_window"] == 8

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from masked import PROMPT, SAMPLING, of_letters, ours, reference
 from plans import Listed, follow
-from sweep import sampled
+from sweep import SWEEP, paired, sampled
 
 import mlx_mtp
 from mlx_mtp.batch.control import Controls
@@ -48,11 +48,13 @@ def walks(monkeypatch):
 CASES = [(how, replay) for how in SAMPLING for replay in (False, True)]
 
 
-@pytest.mark.parametrize(("how", "replay"), sampled([("greedy", True), ("filtered", False)], CASES))
-@pytest.mark.parametrize("plan", [HEADS, EACH, Plan("heads", 2, p_min=True)])
-def test_the_first_draft_is_allowed_and_stepwise_all_are(tiny_models, monkeypatch, walks, plan, how, replay):
-    model, plain = tiny_models(2)
-    made, n = of_letters(WORDS), 24
+@pytest.mark.parametrize(
+    ("plan", "case"),
+    paired([HEADS, EACH, Plan("heads", 2, p_min=True)], sampled([("greedy", True), ("filtered", False)], CASES)),
+)
+def test_the_first_draft_is_allowed_and_stepwise_all_are(tiny_models, monkeypatch, walks, plan, case):
+    (how, replay), (model, plain) = case, tiny_models(2)
+    made, n = of_letters(WORDS), 24 if SWEEP else 16
     follow(monkeypatch, Listed([plan]))
     how = {"adaptive": True, "draft_p_min": 0.001, "compile_cycles": replay, "grammar_drafts": 0, **SAMPLING[how]}
     tokens, stats = ours(model, n, made, 3, **how)
@@ -76,10 +78,10 @@ def test_sequences_of_a_batch_are_masked_each_by_its_own_grammar(tiny_models, mo
     model, _ = tiny_models(2)
     patterns = ["((a|b)abcabc){9}", FREE, None]
     each = [pattern and of_letters(pattern) for pattern in patterns]
-    expected = [ours(model, 18, made, 0, prompt, **sampling)[0] for made, prompt in zip(each, PROMPTS, strict=True)]
+    expected = [ours(model, 14, made, 0, prompt, **sampling)[0] for made, prompt in zip(each, PROMPTS, strict=True)]
     control = Listed([HEADS, EACH])
     monkeypatch.setattr(Controls, "control", lambda *_: control)
-    batch = mlx_mtp.BatchGenerator(model, max_tokens=18, num_draft_tokens=3, compile_cycles=replay, **sampling)
+    batch = mlx_mtp.BatchGenerator(model, max_tokens=14, num_draft_tokens=3, compile_cycles=replay, **sampling)
     stats = [mlx_mtp.Stats() for _ in PROMPTS]
     uids, tokens = batch.insert(PROMPTS, grammars=each, stats=stats), {}
     del walks[:]
@@ -100,8 +102,8 @@ def test_forced_tokens_and_drafts_of_the_heads_share_a_cycle(tiny_models, monkey
     made = of_letters("((a|b)cc){9}")
     for plan in (HEADS, EACH):
         follow(monkeypatch, Listed([plan]))
-        tokens, stats = ours(model, 24, made, 3, adaptive=True)
-        assert tokens == reference(plain, PROMPT, 24, made)
+        tokens, stats = ours(model, 16, made, 3, adaptive=True)
+        assert tokens == reference(plain, PROMPT, 16, made)
         assert stats.grammar_accepted == stats.grammar_drafted > 0
         assert stats.drafted[2] > 0
         assert stats.grammar_drafted + sum(stats.drafted) == 3 * stats.cycles

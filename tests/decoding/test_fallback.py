@@ -1,5 +1,6 @@
 """Metal refuses a kernel during a generation: no token is lost or changed, and the cache stays correct."""
 
+import itertools
 import random
 import warnings
 
@@ -69,8 +70,9 @@ def test_a_kernel_that_never_compiles(model, name, kind):
         assert failed_kernels(model)
 
 
-@pytest.mark.parametrize("name", sampled(["drafts", "confidence"], OPTIONS))
-@pytest.mark.parametrize("n", sampled([3, 60], (1, 2, 5, 9, 30, 60, 100)))
+@pytest.mark.parametrize(
+    ("name", "n"), sampled([("drafts", 60), ("confidence", 3)], itertools.product(OPTIONS, (1, 2, 5, 9, 30, 60, 100)))
+)
 def test_one_launch_in_the_middle(model, name, n):
     """The graph and the buffers that it wrote in place are lost; each kernel alone still runs."""
     want = text(model, **OPTIONS[name])
@@ -81,7 +83,8 @@ def test_one_launch_in_the_middle(model, name, n):
 
 def test_what_raises_in_mlxs_own_calls(model, monkeypatch):
     """The graph is intact: mx.async_eval raises before or after the work, or the wait for tokens raises."""
-    want = text(model, **OPTIONS["drafts"])
+    options = {**OPTIONS["drafts"], "max_tokens": 10}
+    want = text(model, **options)
     for name, after in (("async_eval", False), ("async_eval", True), ("eval", False)):
         real, calls = getattr(mx, name), []
 
@@ -96,14 +99,14 @@ def test_what_raises_in_mlxs_own_calls(model, monkeypatch):
         with standing_in(), warnings.catch_warnings(record=True), monkeypatch.context() as patch:
             switched_on(model)
             patch.setattr(mx, name, broken)
-            assert text(model, **OPTIONS["drafts"]) == want
+            assert text(model, **options) == want
         assert len(calls) >= 3
 
 
 @pytest.mark.parametrize("shown", sampled([7], range(1, 12)))
 def test_a_cache_is_correct_after_an_early_stop(model, shown):
     """Stopped directly after a graph was lost, before the generation resumes."""
-    for n in sampled([20, 60], range(10, 90, 7)):
+    for n in sampled([60], range(10, 90, 7)):
         caches = [mlx_mtp.make_prompt_cache(model) for _ in range(2)]
         with standing_in(Once("add_norm", n, "evaluate", stays=False)), warnings.catch_warnings(record=True):
             switched_on(model)
@@ -122,7 +125,7 @@ def test_a_compiler_that_fails_at_random(model):
     """Sources and single launches fail at several rates in many generations: no token is lost or changed."""
     rng, failures = random.Random(1), 0
     names = [*OPTIONS]
-    for _ in range(200 if SWEEP else 4):
+    for _ in range(200 if SWEEP else 2):
         prompt, options = [rng.randrange(16) for _ in range(rng.randrange(1, 12))], OPTIONS[rng.choice(names)]
         rate, kinds = rng.choice([0.002, 0.01, 0.05]), rng.choice([KINDS, KINDS[2:]])
         want = text(model, prompt=prompt, **options)

@@ -42,7 +42,7 @@ CASES = [case for case in itertools.product(range(4), (False, True), (0, 0.3)) i
 @pytest.mark.parametrize(("pattern", "how", "penalties"), sampled(PRODUCT[::9], PRODUCT))
 def test_text_is_that_of_plain_masked_decoding(tiny_models, pattern, how, penalties):
     model, plain = tiny_models(2)
-    made, options, n = of_letters(PATTERNS[pattern]), SAMPLING[how], 18
+    made, options, n = of_letters(PATTERNS[pattern]), SAMPLING[how], 14
     processors = make_logits_processors(**PENALTIES) if penalties else []
     expected = reference(plain, PROMPT, n, made, processors, **options)
     for k, replay, p_min in sampled([(0, False, 0), (2, False, 0.3), (3, True, 0)], CASES):
@@ -56,8 +56,8 @@ def test_cycles_are_built_ahead_and_replayed_by_one_record(tiny_models, replay):
     model, _ = tiny_models(2)
     model.runtime.recorder = None
     how = {"compile_cycles": replay, "grammar_drafts": 0}
-    first = ours(model, 40, of_letters("(a|b|c){60}"), **how)[1]
-    stats = ours(model, 40, of_letters("(ab|c|b){60}"), **how)[1]
+    first = ours(model, 24, of_letters("(a|b|c){60}"), **how)[1]
+    stats = ours(model, 24, of_letters("(ab|c|b){60}"), **how)[1]
     assert not stats.built_late
     assert stats.waits == 2 * stats.cycles
     assert bool(first.compiled_shapes) == replay
@@ -153,7 +153,7 @@ def test_caches_are_as_after_any_other_stop(tiny_models, monkeypatch, plan):
     model, plain = tiny_models(2)
     made, other = of_letters("((a|b|c){2}abc){9}"), of_letters("(b|ca)+")
     truth = reference(plain, PROMPT, 14, made)
-    for n in range(1, 14, 1 if SWEEP else 3):
+    for n in range(1, 14, 1 if SWEEP else 5):
         if plan:
             follow(monkeypatch, Listed([plan]))
         cache, replayed = mlx_mtp.make_prompt_cache(model), n % 2 == 0
@@ -223,8 +223,13 @@ def test_a_kernel_is_refused_in_the_middle(tiny_models):
             assert ours(switched_on(model), 16, made)[0] == want
 
 
-def test_text_functions_take_the_tokenizer_themselves():
-    model, tokenizer = mlx_mtp.load(grammars.demo_path())
+@pytest.fixture(scope="module")
+def demo():
+    return mlx_mtp.load(grammars.demo_path())
+
+
+def test_text_functions_take_the_tokenizer_themselves(demo):
+    model, tokenizer = demo
     made = grammar.json_schema({"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 1, "maxItems": 2})
     text = mlx_mtp.generate(model, tokenizer, "def f():", grammar=made, max_tokens=40)
     assert set(json.loads(text)) <= {"red", "green"}
@@ -260,9 +265,9 @@ def test_without_drafts_of_the_grammar(tiny_models):
             ours(model, 12, of_letters("(a|b)+"), 3, grammar_drafts=most)
 
 
-def test_long_keys_need_few_passes():
+def test_long_keys_need_few_passes(demo):
     """The demo, six long boolean keys with fixed separators: at least 5 tokens a pass with up to 7 drafts."""
-    model, tokenizer = mlx_mtp.load(grammars.demo_path())
+    model, tokenizer = demo
     keys = [
         f"{verb}_the_{noun}_of_this_person" for verb in ("checks", "prints") for noun in ("address", "name", "age")
     ]

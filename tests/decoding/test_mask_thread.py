@@ -15,6 +15,7 @@ from mlx_mtp.decoding.prefill import evaluated
 from mlx_mtp.tuning.kernel_fallback import GraphFailed
 
 FREE, FORCED = "(a|b|c){30}", "((a|b)abcabc){9}"
+N = 17  # tokens of each answer
 
 
 def mask_threads():
@@ -29,7 +30,7 @@ def kept(monkeypatch):
 
 
 def batch_of(model, patterns, **options):
-    batch = mlx_mtp.BatchGenerator(model, max_tokens=20, num_draft_tokens=0, **options)
+    batch = mlx_mtp.BatchGenerator(model, max_tokens=N, num_draft_tokens=0, **options)
     batch.insert([PROMPT] * len(patterns), grammars=[pattern and of_letters(pattern) for pattern in patterns])
     return batch
 
@@ -42,8 +43,8 @@ def drained(batch):
 
 
 CASES = {
-    "plain": lambda model: ours(model, 20, of_letters(FREE), 0)[0],
-    "forced": lambda model: ours(model, 20, of_letters(FORCED), 0, grammar_drafts=5)[0],
+    "plain": lambda model: ours(model, N, of_letters(FREE), 0)[0],
+    "forced": lambda model: ours(model, N, of_letters(FORCED), 0, grammar_drafts=5)[0],
     "alone in a batch": lambda model: drained(batch_of(model, [FREE])),
     "batch": lambda model: drained(batch_of(model, [FREE, None, FORCED])),
     "batch, forced": lambda model: drained(batch_of(model, [FREE, FORCED], grammar_drafts=5)),
@@ -124,9 +125,9 @@ def test_an_error_waits_for_the_masks_and_comes_before_theirs():
 @pytest.mark.parametrize("failing", [failing_pass, failing_mask])
 def test_the_thread_ends_after_an_error(tiny_models, monkeypatch, kept, failing):
     model, _ = tiny_models(2)
-    expected = ours(model, 20, of_letters(FREE), 0)[0]
+    expected = ours(model, N, of_letters(FREE), 0)[0]
     failing(monkeypatch)
-    steps = mlx_mtp.generate_step(PROMPT, model, grammar=of_letters(FREE), num_draft_tokens=0, max_tokens=20)
+    steps = mlx_mtp.generate_step(PROMPT, model, grammar=of_letters(FREE), num_draft_tokens=0, max_tokens=N)
     tokens = []
     with pytest.raises((Broken, grammar.GrammarError)):
         tokens += (token for token, *_ in steps)
@@ -148,7 +149,7 @@ def test_the_thread_of_a_batch_ends_after_an_error(tiny_models, monkeypatch, kep
 
 def test_the_thread_ends_when_the_consumer_leaves(tiny_models):
     model, _ = tiny_models(2)
-    steps = mlx_mtp.generate_step(PROMPT, model, grammar=of_letters(FREE), num_draft_tokens=0, max_tokens=20)
+    steps = mlx_mtp.generate_step(PROMPT, model, grammar=of_letters(FREE), num_draft_tokens=0, max_tokens=N)
     for _ in range(4):
         next(steps)
     assert len(mask_threads()) == 1

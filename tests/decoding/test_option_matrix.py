@@ -10,7 +10,7 @@ from draws import Draws, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import Listed, follow
-from sweep import SWEEP, sweep
+from sweep import SWEEP, sampled, sweep
 
 import mlx_mtp
 from mlx_mtp.decoding.clock import Clock
@@ -24,12 +24,16 @@ PROMPT = [1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1]  # whose continuation has occur
 TEMPERATURES = [{}, {"temp": 0.4}, {"temp": 1.0, "top_k": 3}, {"temp": 0.8, "top_p": 0.9, "min_p": 0.05}]
 SPEED = {
     "adaptive": [True, False],
-    "num_draft_tokens": [0, 1, 2, 3],
+    "num_draft_tokens": sampled([0, 1, 3], range(4)),
     "draft_p_min": [0.0, 0.5],
     "prompt_lookup": [True, False, None],
     "draft_sampling": ["greedy", "coupled"],
 }
-TEXT = {"kv_bits": [None, 4, 8], "sampling": range(len(TEMPERATURES)), "draft_vocab": [False, True]}
+TEXT = {
+    "kv_bits": sampled([None, 4], [None, 4, 8]),
+    "sampling": range(len(TEMPERATURES)),
+    "draft_vocab": [False, True],
+}
 
 
 def allowed(case: dict) -> bool:
@@ -69,7 +73,7 @@ class Subjects:
             {"kv_bits": kv_bits, "sampling": sampling, "draft_vocab": False, "num_draft_tokens": 0}, Stats()
         )
 
-    def text(self, case: dict, stats: Stats, n: int = 14 if SWEEP else 10) -> list[int]:
+    def text(self, case: dict, stats: Stats, n: int = 14 if SWEEP else 8) -> list[int]:
         options = {
             **case,
             **TEMPERATURES[case["sampling"]],
@@ -171,12 +175,19 @@ def test_draws_between_lookups_and_cuts(tiny_models, monkeypatch, case):
     assert verified >= {"lookup": {("lookup", 1)}, "sure": {("heads", 0), ("heads", 1)}}.get(case, set())
 
 
+TOKENS = 40 if SWEEP else 20
+
+
 @pytest.fixture(scope="module")
 def demo():
     model, tokenizer = mlx_mtp.load(demo_path())
     model.set_dtype(mx.float32)
     prompt = tokenizer.encode("def read_lines(path):\n    def read_lines(path):\n")
-    return model, prompt, [t for t, _, _ in mlx_mtp.generate_step(prompt, model, max_tokens=40, num_draft_tokens=0)]
+    return (
+        model,
+        prompt,
+        [t for t, _, _ in mlx_mtp.generate_step(prompt, model, max_tokens=TOKENS, num_draft_tokens=0)],
+    )
 
 
 TRACES = st.lists(st.one_of(st.none(), st.floats(1e-5, 1.0), st.sampled_from([1e-9, 1e3])), min_size=1, max_size=12)
@@ -199,7 +210,7 @@ def assert_any_clock(demo, trace, p_min: float, k: int) -> None:
     """With random or missing seconds the plans change, but not the tokens."""
     model, prompt, truth = demo
     seconds, real, stats = itertools.cycle(trace), Clock.arrived, Stats()
-    options = {"max_tokens": 40, "num_draft_tokens": k, "draft_p_min": p_min, "stats": stats}
+    options = {"max_tokens": TOKENS, "num_draft_tokens": k, "draft_p_min": p_min, "stats": stats}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Clock, "arrived", lambda *args, **how: (real(*args, **how), next(seconds))[1])
         assert [token for token, _, _ in mlx_mtp.generate_step(prompt, model, **options)] == truth

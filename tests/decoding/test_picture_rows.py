@@ -25,6 +25,12 @@ def model():
     return pictured().model
 
 
+@pytest.fixture(scope="module")
+def text(model):
+    """Return the tokens after PROMPT, decoded without drafts."""
+    return generated(model, PROMPT, 0)
+
+
 def whole_pass(model, tokens):
     """Return a cache that has read tokens and pictures in one pass, and the embeddings and positions of all rows."""
     vision, places = model.vision, places_in(tokens)
@@ -55,10 +61,9 @@ def test_heads_read_the_next_rows_feature_at_the_targets_position(model, chunk, 
         assert mx.allclose(found[:, :, : n + 1], expected[:, :, : n + 1], atol=1e-5)
 
 
-def test_heads_that_start_later_read_stored_features_or_marks(model, monkeypatch):
+def test_heads_that_start_later_read_stored_features_or_marks(model, text, monkeypatch):
     """Drafts differ, the text does not."""
     monkeypatch.setattr(model.runtime, "vision", Vision())
-    text = generated(model, PROMPT, 0)
     for forgetful in (False, True):
         cache = mlx_mtp.make_prompt_cache(model)
         first = generated(model, PROMPT, 0, n=3, prompt_cache=cache)
@@ -78,14 +83,13 @@ def test_rows_with_equal_axes_have_the_bits_of_text(model):
             assert mx.array_equal(turned[:, :, i : i + 1], alone)
 
 
-def test_routes_of_kernels_place_rows_alike(model):
+def test_routes_of_kernels_place_rows_alike(model, text):
     """With sites of attention and of norms with RoPE on for all rows, by their references on a CPU."""
     other = pictured.__wrapped__().model
     for site in kernel_sites.place(other):
         if site.op.startswith(("verify_attention", "norm_rope")):
             site.rows = frozenset(site.every_count)
     for k, chunk, replayed in ((0, 2048, False), (2, 2, True)):
-        text = generated(model, PROMPT, 0)
         assert generated(other, PROMPT, k, prefill_step_size=chunk, compile_cycles=replayed) == text
 
 
@@ -103,16 +107,15 @@ def test_quantized_during_a_picture(model):
     assert {c.shift for c in cache.layers} == {cache.next_shift}
 
 
-def test_processors_get_ids_of_marks(model):
+def test_processors_get_ids_of_marks(model, text):
     seen = []
 
     def note(tokens, logits):
         seen.append(tokens.tolist())
         return logits
 
-    text = generated(model, PROMPT, 2, logits_processors=[note])
+    assert generated(model, PROMPT, 2, logits_processors=[note]) == text
     ids = mark_ids(tokens_of(*PROMPT), model.vision.mark)
-    assert text == generated(model, PROMPT, 0)
     assert seen[0] == ids
     assert all(tokens[: len(ids)] == ids for tokens in seen)
 
@@ -171,10 +174,10 @@ def test_images_are_held_until_their_rows_are_read(model):
 
 
 @pytest.mark.parametrize("stored", [True, False])
-def test_a_failed_graph_loses_no_picture_whose_features_are_stored(model, stored, monkeypatch):
+def test_a_failed_graph_loses_no_picture_whose_features_are_stored(model, text, stored, monkeypatch):
     """The prompt is read again into new caches; without stored features the message states why that fails."""
     launches = iter(range(10**6))
-    other, text = switched_on(pictured.__wrapped__().model), generated(model, PROMPT, 2)
+    other = switched_on(pictured.__wrapped__().model)
     monkeypatch.setattr(other.vision, "known", dict(model.vision.known))
     features = type(other.vision).features
 
@@ -215,7 +218,7 @@ def test_others_decode_while_a_picture_is_encoded(model, monkeypatch):
     batch.close()
 
 
-def test_a_sequence_that_leaves_a_pool_keeps_its_shift(model):
+def test_a_sequence_that_leaves_a_pool_keeps_its_shift(model, text):
     batch = mlx_mtp.BatchGenerator(model, adaptive=False, num_draft_tokens=1)
     uids = batch.insert([tokens_of(*PROMPT), tokens_of(B, [4])], [4, 12], pictures=[[A, C, TWIN], [B]])
     found = {uid: [] for uid in uids}
@@ -229,5 +232,5 @@ def test_a_sequence_that_leaves_a_pool_keeps_its_shift(model):
     assert found[uids[1]] == generated(model, (B, [4]), 0)
     last = found[uids[0]][-1:]
     rest = generated(model, (last,), 2, n=8, prompt_cache=caches[uids[0]])
-    assert found[uids[0]] + rest == generated(model, PROMPT, 0)
+    assert found[uids[0]] + rest == text
     assert np.sign(caches[uids[0]].next_shift) == -1

@@ -18,7 +18,7 @@ from mlx_mtp.serve.job import prefill
 from mlx_mtp.serve.prefix_files import PrefixFiles
 from mlx_mtp.serve.prefixes import Chunking
 
-N = 12
+N = 8
 PROMPTS = {
     "text": ([5, 6, 7, 8, 9, 10, 11],),
     "last": ([5, 6, 7, 8], B),
@@ -32,7 +32,11 @@ WAYS = [(0, 2048), (3, 1), (1, 3), (2, 2048), (0, 1), (3, 7)]  # numbers of draf
 @pytest.fixture(scope="module")
 def models():
     model, reference = pictured()
-    return model, reference, {name: reference.greedy(parts, N) for name, parts in PROMPTS.items()}
+    return (
+        model,
+        reference,
+        {name: reference.greedy(parts, N, generated(model, parts, n=N)) for name, parts in PROMPTS.items()},
+    )
 
 
 def test_texts_differ(models):
@@ -44,15 +48,15 @@ def test_texts_differ(models):
 def test_text_of_the_reference_for_every_chunk_and_number_of_drafts(models, name, way):
     model, _, texts = models
     k, chunk = way
-    assert generated(model, PROMPTS[name], k, prefill_step_size=chunk) == texts[name]
+    assert generated(model, PROMPTS[name], k, n=N, prefill_step_size=chunk) == texts[name]
 
 
 def test_a_mixture_of_experts_has_the_text_of_the_reference():
     model, reference = pictured(moe=True)
     for name in sampled(["adjacent"], PROMPTS):
-        text = reference.greedy(PROMPTS[name], N)
+        text = reference.greedy(PROMPTS[name], N, generated(model, PROMPTS[name], n=N))
         for k, chunk in sampled([(2, 3)], WAYS):
-            assert generated(model, PROMPTS[name], k, prefill_step_size=chunk, compile_cycles=True) == text
+            assert generated(model, PROMPTS[name], k, n=N, prefill_step_size=chunk, compile_cycles=True) == text
 
 
 @pytest.mark.parametrize("k", [0, 2])
@@ -65,7 +69,7 @@ def test_replayed_cycles_take_the_shift_as_an_input(models, k, monkeypatch):
     recorded = []
     for name in ("text", "two", "adjacent", "last", "text"):
         stats = mlx_mtp.Stats()
-        assert generated(model, PROMPTS[name], k, compile_cycles=True, stats=stats) == texts[name], name
+        assert generated(model, PROMPTS[name], k, n=N, compile_cycles=True, stats=stats) == texts[name], name
         assert stats.compiled_cycles > 0
         recorded.append(stats.compiled_shapes > 0)
     assert recorded == [True, True, False, False, False]  # once without a shift, and once for all shifts
@@ -110,11 +114,11 @@ TURNS = [([5, 6], A, [7]), ([8], B, TWIN, [9, 10]), ([11, 12],)]
 @pytest.fixture(scope="module")
 def conversation(models):
     """Three turns and their answers of seven tokens by the reference; every prompt continues the one before."""
-    _, reference, _ = models
+    model, reference, _ = models
     parts, answers = [], []
     for turn in TURNS:
         parts += turn
-        answers.append(reference.greedy(parts, 7))
+        answers.append(reference.greedy(parts, 7, generated(model, parts, n=7)))
         parts.append(answers[-1])
     return answers
 

@@ -26,16 +26,11 @@ DEEP = {("top_k", "three")}  # 2^7 paths
 CASES = [(s, "none") for s in SAMPLERS] + [("temperature", p) for p in PROCESSORS if p != "none"] + [*DEEP]
 
 
-# Each with one number of drafts; of two XTC has 982 paths, where xtc_of_two has 256.
-DRAFTED = [(*case, 2 if i % 2 == 0 and case[0] != "xtc" else 1) for i, case in enumerate(CASES)]
-DRAFTED = [case for i, case in enumerate(DRAFTED) if i % 2 == 0 and case[1] in ("none", "three")] + [
-    ("temperature", "none", 2)
-]
+# Cases with few paths: plain draws, a filter with penalties, and the coin of XTC.
+FEW = [("temperature", "none", 1), ("top_k", "three", 2), ("xtc_of_two", "none", 1)]
 
 
-@pytest.mark.parametrize(
-    ("sampler", "processor", "k"), sampled(sorted({*DRAFTED})[::2], ((*case, k) for k in (1, 2) for case in CASES))
-)
+@pytest.mark.parametrize(("sampler", "processor", "k"), sampled(FEW, ((*case, k) for k in (1, 2) for case in CASES)))
 def test_distribution_is_exact(tiny_models, monkeypatch, sampler, processor, k):
     # A vocabulary of 3: random heads are right about every third time.
     model, plain = tiny_models(4, vocab_size=3)
@@ -105,7 +100,7 @@ def test_a_users_own_sampler(tiny_models):
 PENALTIES = {"temp": 1.0, "logits_processors": "penalties"}
 
 
-@pytest.mark.parametrize("options", [*sampled([*SAMPLERS.values()][::6], SAMPLERS.values()), PENALTIES])
+@pytest.mark.parametrize("options", [*sampled([SAMPLERS["xtc"]], SAMPLERS.values()), PENALTIES])
 def test_the_same_seed_gives_the_same_text_for_every_k(tiny_models, options):
     """Random keys depend on the position, so that a seed gives the same tokens with any drafts."""
     model, _ = tiny_models(0)
@@ -114,7 +109,7 @@ def test_the_same_seed_gives_the_same_text_for_every_k(tiny_models, options):
 
     def text(k, seed):
         steps = mlx_mtp.generate_step(
-            PROMPT, model, max_tokens=18, num_draft_tokens=k, adaptive=False, seed=seed, **options
+            PROMPT, model, max_tokens=12, num_draft_tokens=k, adaptive=False, seed=seed, **options
         )
         return [token for token, _, _ in steps]
 
@@ -136,7 +131,7 @@ def test_mlx_lm_samplers_are_accepted(tiny_models):
     assert len(tokens) == 30
 
 
-@pytest.mark.parametrize("name", sampled(["frequency", "three"], [name for name in PROCESSORS if name != "none"]))
+@pytest.mark.parametrize("name", sampled(["three"], [name for name in PROCESSORS if name != "none"]))
 def test_greedy_with_processors_equals_cacheless_forward(tiny_models, name):
     model, plain = tiny_models(0)
     processors = make_logits_processors(**PROCESSORS[name])

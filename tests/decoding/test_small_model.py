@@ -20,7 +20,7 @@ PROMPTS = [[1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2], [3, 3, 1], [2]]  # the last: nothi
 TARGETS = ["qwen3_5", "llama_sliding", "nemotron_h"]
 SMALL = ["nemotron_h", "qwen3_5", "llama_sliding"]
 EVERY = sorted({*families.FAMILIES, *drafters.HEADLESS})
-TOKENS = 14 if SWEEP else 10
+TOKENS = 14 if SWEEP else 7
 PAIRS = paired(sampled(TARGETS, EVERY), sampled(SMALL, EVERY))
 
 
@@ -102,7 +102,7 @@ def together(model, k, n=TOKENS, prompts=PROMPTS, **options):
 )
 def test_the_text_is_that_of_plain_decoding(made, names, k):
     model, _ = made(*names)
-    for options in ({}, {"temp": 1.0}):
+    for options in sampled([{"temp": 1.0}], [{}, {"temp": 1.0}]):
         seeds = [options and {"seed": i} for i in range(3)]
         plain = [alone(model, p, 0, **options, **seed) for p, seed in zip(PROMPTS, seeds, strict=True)]
         stats = mlx_mtp.Stats()
@@ -116,9 +116,10 @@ def test_the_text_is_that_of_plain_decoding(made, names, k):
 @pytest.mark.parametrize("k", sampled([MOST], range(1, MOST + 1)))
 def test_replayed_cycles_and_the_most_drafts(made, names, k):
     model, _ = made(*names)
-    plain = [alone(model, p, 0, temp=1.0, seed=i) for i, p in enumerate(PROMPTS)]
+    prompts = sampled(PROMPTS[:2], PROMPTS)
+    plain = [alone(model, p, 0, temp=1.0, seed=i) for i, p in enumerate(prompts)]
     assert alone(model, PROMPTS[0], k, temp=1.0, seed=0, compile_cycles=True) == plain[0]
-    assert together(model, k, temp=1.0, compile_cycles=True) == plain
+    assert together(model, k, prompts=prompts, temp=1.0, compile_cycles=True) == plain
 
 
 @pytest.mark.parametrize("names", sampled(PAIRS[2:], PAIRS))
@@ -129,12 +130,12 @@ def test_drafts_are_those_of_a_forward_over_the_whole_text(made, monkeypatch, na
     follow(monkeypatch, Listed([Plan("heads", 3), Plan("heads", 1), Plan(), Plan(), Plan("lookup", 2)]))
     for prompt in (PROMPTS[0], PROMPTS[2]):
         watched.calls.clear()
-        found = watched.lone(prompt + alone(model, prompt, 3, 24, prompt_lookup=True))
+        found = watched.lone(prompt + alone(model, prompt, 3, 24 if SWEEP else 16, prompt_lookup=True))
         assert len(found) > 5
         for known, drafts in found:
             assert drafts == scratch(plain, known, drafts)
     watched.calls.clear()
-    texts = [p + t for p, t in zip(PROMPTS, together(model, 3), strict=True)]
+    texts = [p + t for p, t in zip(PROMPTS, together(model, 3, 10), strict=True)]
     pooled = [
         (texts[member.uid][: position + 1], row)
         for offset, members, drafts in watched.calls
@@ -218,9 +219,9 @@ def test_drafts_that_it_is_unsure_of_are_not_verified(made):
 def test_the_target_as_its_own_small_model_is_always_right(tmp_path):
     directory, _ = written("qwen3_5", tmp_path)
     model = mlx_mtp.load_model(directory, draft_model=directory)
-    for options in ({}, {"temp": 1.0, "seed": 3}, {"temp": 0.7, "top_p": 0.9, "top_k": 5, "seed": 3}):
+    for options in ({}, {"temp": 0.7, "top_p": 0.9, "top_k": 5, "seed": 3}):
         stats = mlx_mtp.Stats()
-        alone(model, PROMPTS[0], 5, 19, stats=stats, **options)
+        alone(model, PROMPTS[0], 5, 13, stats=stats, **options)
         assert set(stats.acceptance) == {1.0}
 
 

@@ -10,7 +10,7 @@ import families
 import mlx.core as mx
 import pytest
 from plans import Listed, follow
-from sweep import sampled
+from sweep import SWEEP, sampled
 
 import mlx_mtp
 from mlx_mtp.decoding.drafters.block import Block
@@ -20,6 +20,7 @@ from mlx_mtp.models import dflash
 from mlx_mtp.tuning.plan import Plan
 
 CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
+TOKENS = 16 if SWEEP else 9
 PROMPTS = [[1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2], [3, 3, 1], [2, 1, 1, 0, 2, 3, 1]]
 
 
@@ -94,13 +95,13 @@ def made(tmp_path_factory):
     return make
 
 
-def alone(model, prompt, k, n=16, **options):
+def alone(model, prompt, k, n=TOKENS, **options):
     options = {"adaptive": False, **options}
     steps = mlx_mtp.generate_step(prompt, model, max_tokens=n, num_draft_tokens=k, **options)
     return [token for token, _, _ in steps]
 
 
-def together(model, k, n=16, **options):
+def together(model, k, n=TOKENS, **options):
     texts = [[] for _ in PROMPTS]
     batch = mlx_mtp.BatchGenerator(model, num_draft_tokens=k, adaptive=False, **options)
     batch.insert(PROMPTS, [n] * len(PROMPTS), seeds=[0, 1, 2])
@@ -125,11 +126,14 @@ KINDS = {"written": lambda model: written()(), "small": Small, "block": block}
 NAMES = ["glm4_moe_untied", "headless", *sorted({*families.FAMILIES} - {"glm4_moe_untied"})]
 
 
-@pytest.mark.parametrize("kind", sampled(["written", "small"], KINDS))
+@pytest.mark.parametrize(
+    ("kind", "draws"),
+    sampled([("written", [{}]), ("small", [{"temp": 1.0}])], ((k, [{}, {"temp": 1.0}]) for k in KINDS)),
+)
 @pytest.mark.parametrize("name", sampled(NAMES[:1], NAMES))
-def test_the_text_is_that_of_plain_decoding(made, kind, name):
+def test_the_text_is_that_of_plain_decoding(made, kind, draws, name):
     model = made(name)
-    for options in ({}, {"temp": 1.0}):
+    for options in draws:
         seeds = [options and {"seed": i} for i in range(3)]
         plain = [alone(model, p, 0, **options, **seed) for p, seed in zip(PROMPTS, seeds, strict=True)]
         model.drafter = KINDS[kind](model)
@@ -153,7 +157,7 @@ def test_drafts_of_one_with_a_cache_are_those_from_scratch(made, monkeypatch, na
     text = PROMPTS[0] + alone(model, PROMPTS[0], 3, 40, prompt_lookup=True)
     lone = [(text, offset.item(), drafts.tolist()[0]) for offset, _, drafts in small.calls]
     small.calls.clear()
-    texts = [p + t for p, t in zip(PROMPTS, together(model, 3), strict=True)]
+    texts = [p + t for p, t in zip(PROMPTS, together(model, 3, 16), strict=True)]
     pooled = [
         (texts[member.uid], position, row)
         for offset, members, drafts in small.calls
@@ -168,12 +172,12 @@ def test_drafts_of_one_with_a_cache_are_those_from_scratch(made, monkeypatch, na
     model.drafter = None
 
 
-@pytest.mark.parametrize("name", ["glm4_moe_untied", "headless"])
+@pytest.mark.parametrize("name", sampled(["headless"], ["glm4_moe_untied", "headless"]))
 def test_a_conversation_stops_and_continues(made, tmp_path, name):
     """With the same cache, and with its copy from a file."""
     model = made(name)
-    truth, model.drafter = alone(model, PROMPTS[0], 0), Small(model)
-    for n in (1, 4, 9):
+    truth, model.drafter = alone(model, PROMPTS[0], 0, 16), Small(model)
+    for n in sampled((1, 9), (1, 4, 9)):
         cache = mlx_mtp.make_prompt_cache(model)
         first = alone(model, PROMPTS[0], 3, n, prompt_cache=cache)
         mlx_mtp.save_prompt_cache(tmp_path / "cache.safetensors", cache)

@@ -1,15 +1,22 @@
 """Check that the demo that reads pictures sees: opposite pictures, each with its own answer, drafted or not."""
 
 import random
+import re
 
 import mlx.core as mx
 import pytest
-from train_seeing import scenes
+from served import settings
+from sweep import SWEEP
+from train_seeing import card, scenes
+from train_seeing.answers import right_answers
 
 import mlx_mtp
 from bench.picture_drafts import accepted
+from mlx_mtp.decoding.memory_needs import stated_positions
 from mlx_mtp.demo import demo_vision_path
 from mlx_mtp.pictures.image import open_image
+from mlx_mtp.serve.server import Loaded, described, shared
+from mlx_mtp.session import ChatSession
 
 PLAIN = {"num_draft_tokens": 0}
 BYTES = 2_000_000  # of the checkpoint's weights, at most
@@ -75,12 +82,33 @@ def test_the_example_is_described_as_the_card_states(demo):
     assert mlx_mtp.generate(model, tokenizer, prompt, images=[image], max_tokens=60).strip() in card
 
 
+def test_the_card_is_written_by_the_training(tmp_path):
+    """It has all figures of the shipped one, the number of right answers included."""
+    shipped = (demo_vision_path() / "README.md").read_text()
+    answers = int(re.search(r"100 other drawn pictures (\d+) were right", shipped)[1])
+    card.write(tmp_path, parameters=831_472, steps=2750, minutes=103.2, right=[0.99] * 3, answers=answers)
+    assert (tmp_path / "README.md").read_text() == shipped
+    if SWEEP:
+        assert right_answers("demo-vision") == answers
+    else:
+        assert right_answers("demo-vision", count=4) >= 2
+
+
 def test_features_make_better_drafts_than_marks_or_equal_ones(demo):
     """Whatever the heads read at rows of pictures, the texts are equal; the card has the shares on 100 pictures."""
     features, marks = (accepted(demo, count=4, features=features) for features in (True, False))
     assert features.texts == marks.texts
     assert features.drafted > 0
     assert marks.drafted > 0
+
+
+def test_its_context_is_that_of_the_text_config(demo):
+    """config.json of a model that sees has the sizes of its language model in text_config."""
+    model, tokenizer = demo
+    assert ChatSession(model, tokenizer).positions == stated_positions(model) == 2048
+    loaded = Loaded(model, tokenizer, {}, {})
+    info = described(loaded, shared(loaded, settings()), settings())
+    assert info.positions == 2048
 
 
 def test_it_is_small():

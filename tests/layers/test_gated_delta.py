@@ -159,17 +159,17 @@ def test_texts_and_saved_caches(tmp_path, name):
     path, _, _ = families.build(name, tmp_path)
     model, prompt = mlx_mtp.load_model(path), [1, 2, 3, 4, 5]
     assert fuse(model, False) == 3
-    expected = text(model, prompt, 28, 0)
+    expected = text(model, prompt, 18, 0)
     for saver in (False, True):
         fuse(model, saver)
         cache = mlx_mtp.make_prompt_cache(model)
-        begun = text(model, prompt, 14, 3, prompt_cache=cache)
+        begun = text(model, prompt, 9, 3, prompt_cache=cache)
         assert [len(c.tape) for c in cache.layers if c.is_state] == [6 if saver else 0] * 3
         mlx_mtp.save_prompt_cache(tmp_path / "cache.safetensors", cache)
         for reader in (False, True):
             fuse(model, reader)
             copy = mlx_mtp.load_prompt_cache(tmp_path / "cache.safetensors", model)
-            assert begun + text(model, begun[-1:], 14, 2, prompt_cache=copy) == expected, (saver, reader)
+            assert begun + text(model, begun[-1:], 9, 2, prompt_cache=copy) == expected, (saver, reader)
 
 
 @linux_only

@@ -17,6 +17,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.mla import QuantizedMultiLinear
 from stock_ops import stock_ops
+from sweep import paired
 
 from mlx_mtp import emulator
 from mlx_mtp.cache.growing import LinearKVCache
@@ -117,8 +118,7 @@ def test_one_row_reads_the_cache_once_for_all_heads(port):
     assert work(layer, 1)[1] <= rows + scores < work(plain, 1)[1]
 
 
-@pytest.mark.parametrize("port", PORTS)
-@pytest.mark.parametrize("rows", [*ROWS, ABSORBED_ROWS + 1])
+@pytest.mark.parametrize(("port", "rows"), paired(PORTS, [*ROWS, ABSORBED_ROWS + 1]))
 def test_absorbed_rows_equal_expanded_rows(port, rows):
     layer, plain = layers(port)
     x, past = mx.random.normal((1, rows, SIZES["hidden_size"])), cached(50)

@@ -156,7 +156,7 @@ def test_a_long_prompt_is_scored_a_few_rows_at_a_time():
     assert mx.get_peak_memory() - before < L * L * heads * 4 / 4
 
 
-@pytest.mark.parametrize(("k", "wrong"), paired([3, 1, 9, 7], ["some", "all", "none"]))
+@pytest.mark.parametrize(("k", "wrong"), paired(sampled([3, 1, 9], [3, 1, 9, 7]), ["some", "all", "none"]))
 def test_drafts_do_not_change_greedy_tokens(family, monkeypatch, k, wrong):
     model, _, prompt, truth = family
     text = prompt + truth
@@ -167,7 +167,7 @@ def test_drafts_do_not_change_greedy_tokens(family, monkeypatch, k, wrong):
     assert {"none": stats.cycles <= 29 // k, "all": not any(stats.accepted), "some": any(stats.accepted)}[wrong]
 
 
-@pytest.mark.parametrize(("k", "stops"), [(0, sampled([4], [1, 4])), (3, sampled([3, 6], range(1, 10)))])
+@pytest.mark.parametrize(("k", "stops"), [*sampled([], [(0, [1, 4])]), (3, sampled([6], range(1, 10)))])
 def test_caches_after_a_stop_equal_one_by_one_decoding(family, monkeypatch, tmp_path, k, stops):
     """Latent rows, keys and indexer keys, in memory and from a file, for a stop anywhere in an accepted run."""
     model, _, prompt, truth = family
@@ -212,9 +212,9 @@ def test_the_first_rows_that_select(tmp_path, topk):
 
 def test_max_kv_size_does_not_depend_on_drafting(family):
     model, _, prompt, truth = family
-    texts = [ours(model, prompt * 3, 20, k, max_kv_size=14)[0] for k in sampled([0, 1, 3], range(4))]
+    texts = [ours(model, prompt * 3, 14, k, max_kv_size=14)[0] for k in sampled([0, 3], range(4))]
     assert texts[1:] == texts[:1] * (len(texts) - 1)
-    assert ours(model, prompt, 20, 3, max_kv_size=1000)[0] == truth[:20]
+    assert ours(model, prompt, 8, 3, max_kv_size=1000)[0] == truth[:8]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import families
 import mlx.core as mx
@@ -24,7 +25,8 @@ from mlx_mtp.bench.random_model import shaped_model
 from mlx_mtp.checkpoint.convert import convert
 from mlx_mtp.checkpoint.files import checked_config, read_config
 from mlx_mtp.checkpoint.inspect import inspect_checkpoint
-from mlx_mtp.models import REMAPPED, field_names, find_family, text_args
+from mlx_mtp.decoding.memory_needs import stated_positions
+from mlx_mtp.models import REMAPPED, field_names, find_family, find_port, text_args
 from mlx_mtp.models.config.names import SPELLINGS
 from mlx_mtp.models.config.normalize import normalize, with_overrides
 from mlx_mtp.models.config.rope_modules import apply_rope
@@ -104,6 +106,14 @@ def test_rotary_embeddings_saved_by_transformers_5(name, kind):
     assert rotations({**newer, "rope_theta": 17.0}) == expected, "rope_parameters override the top level"
     assert rotations({**newer, "rope_theta": None, "rope_scaling": None}) == expected
     assert rotations(normalize(newer).config) == expected, "normalising twice is normalising once"
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_the_maximum_context_is_read(name):
+    """Also from `text_config`."""
+    config = copy.deepcopy(families.FAMILIES[name].config)
+    config.get("text_config", config)["max_position_embeddings"] = 777
+    assert stated_positions(SimpleNamespace(args=find_port(config).ModelArgs.from_dict(config))) == 777
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -204,7 +214,7 @@ SPELLED += [families.MIMO_V2, tiny.CONFIG, *portless.CONFIGS.values()]
 @pytest.mark.parametrize("config", SPELLED, ids=lambda config: config["model_type"])
 def test_every_spelling(config):
     read, tried = field_names(text_args(find_family(config), config)), 0
-    expected = arguments(config)
+    expected, unread = arguments(config), normalize(config).unread
     for group in SPELLINGS:
         ours = [name for name in group if config.get(name) is not None]
         if len(ours) != 1 or ours[0] not in read:
@@ -214,7 +224,7 @@ def test_every_spelling(config):
                 renamed = {other if name == ours[0] else name: value for name, value in config.items()}
                 assert arguments(renamed) == expected, other
                 assert arguments({**renamed, ours[0]: None}) == expected, other
-                assert normalize(renamed).unread == normalize(config).unread
+                assert normalize(renamed).unread == unread
                 assert not normalize(renamed).unsupported
                 tried += 1
     assert tried > 10

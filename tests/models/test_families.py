@@ -9,7 +9,7 @@ import pytest
 import tiny
 from oracle import Oracle, Spy
 from scratch import drafts_from_scratch, target_rows
-from sweep import paired, sampled
+from sweep import SWEEP, paired, sampled
 
 import mlx_mtp
 
@@ -58,11 +58,12 @@ def test_greedy_equals_cacheless_forward(family, truth, length):
     model, _ = family
     mx.random.seed(length)
     prompt = mx.random.randint(0, families.V, (length,)).tolist()
-    for k in (k for k in ((0, 3) if length > 1 else (1, 6)) if k <= model.max_draft_tokens):
+    for k in (k for k in (sampled((3,), (0, 3)) if length > 1 else (1, 6)) if k <= model.max_draft_tokens):
         assert ours(model, prompt, 17, k, prefill_step_size=11)[0] == truth(tuple(prompt)), f"k={k}"
 
 
-@in_families("every", [3, 0, 2, 5], NAMES[::2])  # not k + 1, which would only ever fall on bonus tokens
+# Not every k + 1, which would only ever fall on bonus tokens.
+@in_families("every", [3, 0, 2, 5], [*NAMES[2::6], *NAMES[4::6]])
 def test_right_wrong_and_partly_right_drafts(family, truth, monkeypatch, every):
     model, prompt = family[0], LONG
     text = prompt + truth(tuple(prompt))
@@ -83,11 +84,11 @@ def test_drafts_equal_recomputation(family, monkeypatch, length):
     found = spy.drafts(text)
     assert len(found) > 5
     rows = target_rows(plain, text)
-    for known, drafts in found:
+    for known, drafts in sampled(found[::2], found):
         assert drafts == drafts_from_scratch(model, plain, text[:known], k, rows)
 
 
-@in_families("stop", [(3, 2), (0, 4), (3, 9), (3, 1), (3, 4)], [*NAMES[1::3], NAMES[-1]])
+@in_families("stop", [(3, 2), (3, 9), (3, 4)] if not SWEEP else [(3, 2), (0, 4), (3, 9), (3, 1), (3, 4)], NAMES[1::6])
 def test_stop_anywhere_save_and_continue(family, truth, monkeypatch, tmp_path, stop):
     """A cache that ends inside an accepted run, and its copy from a file, continue as after one-by-one decoding."""
     (model, _), (k, stop), prompt = family, stop, LONG

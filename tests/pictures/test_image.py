@@ -212,6 +212,50 @@ def test_pillow_s_own_limit_is_one_line_too(recwarn):
             open_image(gif(1, 1, frame))
 
 
+COUNT = 1 << 15
+EMPTY_CHUNK = chunk(b"abCd", b"")
+PARTS = {  # of each kind: the format, the position before which parts are inserted, and a part
+    "fill bytes": ("JPEG", 2, b"\xff"),
+    "fill bytes before the pixels": ("JPEG", b"\xff\xda", b"\xff"),
+    "escaped bytes": ("JPEG", 2, b"\xff\0"),
+    "markers": ("JPEG", 2, b"\xff\xd0"),
+    "comments": ("JPEG", b"\xff\xda", b"\xff\xfe\0\2"),
+    "chunks": ("PNG", 33, EMPTY_CHUNK),
+    "chunks after the pixels": ("PNG", b"\0\0\0\0IEND", EMPTY_CHUNK),
+    "extensions": ("GIF", 13, b"!\xfe\0"),
+    "sub-blocks": ("GIF", 13, b"!\xfe" + b"\1a" * COUNT + b"\0"),
+    "stray bytes": ("GIF", 13, b"\0"),
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_files_of_very_many_parts_are_refused_before_pillow_reads_them(kind, monkeypatch):
+    """Pillow needs up to a minute for 20 MB of them; a file with some opens."""
+    form, place, part = PARTS[kind]
+    whole = saved(Image.new("L", (4, 4)), form)
+    if form == "GIF":  # without its palette
+        whole = whole[:10] + b"\0" + whole[11:13] + whole[whole.index(b",") :]
+    at = place if isinstance(place, int) else whole.index(place)
+    count = 1 if len(part) > COUNT else COUNT + 1
+    if count > 1:
+        assert open_image(whole[:at] + 9 * part + whole[at:]).size == (4, 4)
+    monkeypatch.setattr("mlx_mtp.pictures.image.pillow", lambda: pytest.fail("Pillow was called"))
+    with pytest.raises(ValueError, match=rf"{form} file has more than 32,768 parts|no supported format"):
+        open_image(whole[:at] + count * part + whole[at:])
+
+
+def test_fill_bytes_of_a_large_file_are_not_all_read():
+    class Counted(bytes):
+        read = 0
+
+        def __getitem__(self, place):
+            Counted.read += 1
+            return bytes.__getitem__(self, place)
+
+    assert read_head(Counted(b"\xff\xd8" + b"\xff" * 1_000_000)) is None
+    assert Counted.read < 10 * COUNT
+
+
 def test_limits_of_bytes(tmp_path):
     data, limits = saved(NOISE, "PNG"), Limits(nbytes=100)
     (tmp_path / "a.png").write_bytes(data)

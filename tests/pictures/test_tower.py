@@ -120,11 +120,20 @@ def test_every_stage_can_be_evaluated_and_the_last_is_the_features(monkeypatch):
 
 @pytest.mark.parametrize("size", [8, 64, 72, 80, 100, 130])
 def test_attention_in_pieces_of_padded_heads(size, monkeypatch):
+    """Padded to the next head size of MLX's fused attention; a size above all of them is unchanged."""
+    padded, stock = set(), mx.fast.scaled_dot_product_attention
+
+    def fused(q, k, v, **more):
+        padded.add((q.shape[-1], k.shape[-1], v.shape[-1]))
+        return stock(q, k, v, **more)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", fused)
     q, k, v = (mx.random.normal((1, 2, 50, size)) for _ in range(3))
     scores = mx.softmax((q @ k.swapaxes(-1, -2)) * size**-0.5, axis=-1)
     for pairs in (1 << 21, 350, 1):
         monkeypatch.setattr(attention, "CPU_PAIRS", pairs)
         assert mx.abs(attend(q, k, v) - scores @ v).max() < 1e-5
+    assert padded == {({8: 64, 72: 80, 100: 128}.get(size, size),) * 3}
 
 
 @pytest.mark.parametrize("most", [None, 800, 64])

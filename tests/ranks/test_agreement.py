@@ -62,6 +62,6 @@ def test_other_tokens_end_all(tokens):
     Agreement(first, Control(Plan()), SOURCES).meet(TokenHistory([1, 2, 3]), 0)
     with pytest.raises(
         RuntimeError,
-        match=r"^ranks: rank 1 has other tokens than rank 0 after 3 of them; use the same model, mlx and mlx_mtp",
+        match=r"^ranks: the tokens of rank 1 differ from the 3 of rank 0; use the same model, mlx and mlx_mtp",
     ):
         Agreement(Two(1, first.sent), Control(), SOURCES).meet(TokenHistory(tokens), 0)

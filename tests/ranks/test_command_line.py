@@ -7,6 +7,8 @@ import time
 
 import pytest
 import rank_group
+from command_line import call
+from picture_requests import noise
 from sweep import sweep
 
 MAIN = [sys.executable, "-m", "mlx_mtp"]
@@ -22,6 +24,20 @@ def test_generate_prints_on_rank_0_alone(tmp_path):
     assert (code, others) == (0, (0, "", ""))
     (_, plain, _), _ = run(tmp_path, "generate", "-p", "def f(n):", "-m", "12", "--quiet", "--num-draft-tokens", "0")
     assert text == plain != "\n"
+
+
+def test_generate_reads_pictures_on_rank_0(tmp_path):
+    files = [tmp_path / "a.png", tmp_path / "b.png"]
+    for seed, file in enumerate(files):
+        file.write_bytes(noise(seed))
+    argv = ["generate", "--model", "demo-vision", "-p", "What?", "-m", "8", "--quiet", "--image"]
+    (code, text, _), others = run(tmp_path, *argv, *map(str, files))
+    assert (code, others) == (0, (0, "", ""))
+    assert text == call(*argv, *files).stdout != call(*argv, files[0]).stdout
+    (first, _, error), (second, _, other) = run(tmp_path, *argv, str(files[0]), str(tmp_path / "none.png"))
+    assert (first, second) == (2, 1)  # rank 0 has ended before the ranks are connected
+    assert "picture 2" in error
+    assert other.startswith("error: rank 1: ")
 
 
 def test_a_chat_is_typed_on_rank_0(tmp_path):

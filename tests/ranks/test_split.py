@@ -18,6 +18,7 @@ import seeing
 import tiny
 from mlx.utils import tree_map
 from mlx_lm.models import llama
+from picture_requests import noise
 from sweep import SWEEP, paired, sampled, sweep
 
 import mlx_mtp
@@ -43,14 +44,17 @@ class Group:
 
 @pytest.fixture(scope="module")
 def both_of_two(tmp_path_factory):
-    """Run two functions in the same two processes, whose start costs most: (path, results), (path, results)."""
+    """Run two functions in the same two processes, whose start costs most; return (path, results[, files]) of each."""
     folder = tmp_path_factory.mktemp("two")
     paths = rank_cases.write(folder, "step3p5"), str(seeing.build(folder / "seeing")[0])
-    options = {"path": paths[0], "few": not SWEEP}, {"path": paths[1], "k": 2}
-    texts, pictured = zip(
-        *rank_group.work_all(2, folder, ("texts", options[0]), ("pictured", options[1])), strict=True
-    )
-    return (paths[0], texts), (paths[1], pictured)
+    files = [folder / f"{seed}.png" for seed in range(2)]
+    for seed, file in enumerate(files):
+        file.write_bytes(noise(seed))
+    names = [str(file) for file in files]
+    options = {"path": paths[0], "few": not SWEEP}, {"path": paths[1], "k": 2, "files": names}
+    found = rank_group.work_all(2, folder, ("texts", options[0]), ("pictured", options[1]))
+    texts, pictured = zip(*found, strict=True)
+    return (paths[0], texts), (paths[1], pictured, names)
 
 
 def check(n: int, folder, path: str, whole: str, atol: float | None = 1e-4, found=None) -> None:
@@ -75,11 +79,18 @@ def test_texts_and_rows_do_not_depend_on_drafts_and_ranks_agree(both_of_two, tmp
 
 
 def test_two_ranks_read_the_features_of_rank_0(both_of_two):
-    """Rank 0 alone encodes pictures; the text is that of one process without drafts."""
-    path, (mine, other) = both_of_two[1]
-    assert mine == other
-    assert mine["text"] == rank_worker.pictured(path, None, 0)["text"]
+    """Rank 0 alone opens and encodes pictures; texts on two ranks are those of one process, with and without drafts.
+
+    Pictures are given to the decoder, to Python's functions and in requests to the server.
+    """
+    path, (mine, other), names = both_of_two[1]
+    alone = rank_worker.pictured(path, None, 0, names)
+    assert mine["text"] == other["text"] == alone["text"]
     assert "Picture" in mine["error"]
+    assert mine["error"] == other["error"]
+    assert mine["answers"] == alone["answers"]
+    assert other["answers"] == alone["answers"][:1]
+    assert len(set(alone["answers"])) == 3
 
 
 @sweep

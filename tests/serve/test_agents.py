@@ -1,4 +1,4 @@
-"""Sessions of coding agents with ten tool calls each: no request is refused, each prompt extends the previous one.
+"""Sessions of coding agents with tool calls: no request is refused, each prompt extends the previous one.
 
 `agent_sessions.json` contains each session's first request, in the form that the named version of the program sent
 (without a version: that the program's documentation states), with short texts. Later requests contain our answers.
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from starlette.testclient import TestClient
-from sweep import paired, sampled
+from sweep import SWEEP, paired, sampled
 from templates import OWN, tokenizer_of
 
 from mlx_mtp.cache.prompt_prefix import shared
@@ -30,7 +30,7 @@ from mlx_mtp.serve.tool_calls.table import format_of
 
 SESSIONS = json.loads((Path(__file__).parents[1] / "support/fixtures/agent_sessions.json").read_text())
 TEMPLATES = ("json", "members", "short ids", "one system turn", "alternates", "described")
-CALLS = 10
+CALLS = 10 if SWEEP else 4
 
 
 def answer_of(tokenizer, number, session):
@@ -135,7 +135,7 @@ def without_cache_marks(value):
     sampled(paired(SESSIONS, TEMPLATES), product(SESSIONS, TEMPLATES)),
     indirect=["scripted"],
 )
-def test_a_session_of_ten_calls(scripted, name):
+def test_a_session_of_calls(scripted, name):
     session = scripted.session = SESSIONS[name]
     body, texts = json.loads(json.dumps(session["body"])), []
     for number in range(CALLS + 1):

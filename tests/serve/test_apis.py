@@ -7,6 +7,7 @@ import threading
 import pytest
 
 import mlx_mtp
+from mlx_mtp.demo import demo_path
 from mlx_mtp.serve.answer import TextPart
 from mlx_mtp.serve.api_request import data
 from mlx_mtp.serve.history import parsed
@@ -26,12 +27,8 @@ def events(response):
     return found
 
 
-@pytest.fixture(scope="module")
-def truth():
-    """The demo's answer by the Python API, from a second copy of the model."""
-    from mlx_mtp.demo import demo_path
-
-    model, tokenizer = mlx_mtp.load(demo_path())
+def answers(model, tokenizer):
+    """Return a function that returns a model's answer to a question by the Python API."""
 
     @functools.cache
     def answer(question, n=30, **options):
@@ -41,11 +38,23 @@ def truth():
     return answer
 
 
+@pytest.fixture(scope="module")
+def truth():
+    """The demo's answer by the Python API, from a second copy of the model."""
+    return answers(*mlx_mtp.load(demo_path()))
+
+
+@pytest.fixture(scope="module")
+def random_truth(load_one_layer):
+    """The same of the model of `one_layer`."""
+    return answers(*load_one_layer())
+
+
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 5, "top_p": 0.9}], ids=["greedy", "seeded"])
 def test_the_answer_is_that_of_generate(chat, truth, options):
     ours = {"temp" if name == "temperature" else name: value for name, value in options.items()}
-    want = truth("Write a function that sorts.", 20, **ours)
-    options = {"max_tokens": 20, **options}
+    want = truth("Write a function that sorts.", 12, **ours)
+    options = {"max_tokens": 12, **options}
     whole = chat("Write a function that sorts.", **options).json()
     assert whole["choices"][0]["message"]["content"] == want
     streamed = chat("Write a function that sorts.", stream=True, **options)
@@ -58,20 +67,20 @@ def test_the_answer_is_that_of_generate(chat, truth, options):
     assert len({c["id"] for c in chunks}) == 1
 
 
-def test_usage_counts(chat):
-    whole = chat().json()["usage"]
-    chunks = events(chat(stream=True, stream_options={"include_usage": True}))
+def test_usage_counts(random_chat):
+    whole = random_chat(max_tokens=8).json()["usage"]
+    chunks = events(random_chat(max_tokens=8, stream=True, stream_options={"include_usage": True}))
     assert chunks[-1]["choices"] == []
     for usage in (whole, chunks[-1]["usage"]):
         assert usage["prompt_tokens"] + usage["completion_tokens"] == usage["total_tokens"]
         assert usage["mlx_mtp"]["tokens_per_cycle"] >= 1
 
 
-def test_choices_differ_by_their_seeds(chat, truth):
-    choices = chat(n=2, temperature=1.5, seed=7, max_tokens=16).json()["choices"]
+def test_choices_differ_by_their_seeds(random_chat, random_truth):
+    choices = random_chat(n=2, temperature=1.5, seed=7, max_tokens=16).json()["choices"]
     assert [c["index"] for c in choices] == [0, 1]
     assert [c["message"]["content"] for c in choices] == [
-        truth("What does len do?", 16, temp=1.5, seed=seed) for seed in (7, 8)
+        random_truth("What does len do?", 16, temp=1.5, seed=seed) for seed in (7, 8)
     ]
 
 
@@ -101,10 +110,10 @@ def test_logprobs(chat):
     ]
 
 
-def test_bytes_of_a_token_that_is_a_part_of_a_character(served, chat):
-    tokenizer = served.service.info.tokenizer
+def test_bytes_of_a_token_that_is_a_part_of_a_character(one_layer, random_chat):
+    tokenizer = one_layer.service.info.tokenizer
     first, *_ = tokenizer.encode("\U0001f600", add_special_tokens=False)
-    choice = chat(logprobs=True, logit_bias={str(first): 100}, max_tokens=1).json()["choices"][0]
+    choice = random_chat(logprobs=True, logit_bias={str(first): 100}, max_tokens=1).json()["choices"][0]
     assert choice["logprobs"]["content"][0]["bytes"] == [0xF0]
     assert {pieces: _bytes(Pieces(pieces), 0, "\ufffd") for pieces in ("<0xE2>", "\ufffd", "Ġð")} == {
         "<0xE2>": b"\xe2", "\ufffd": "\ufffd".encode(), "Ġð": b" \xf0",
@@ -118,36 +127,36 @@ class Pieces(str):
         return str(self)
 
 
-def test_prefill_sends_no_events(served):
+def test_prefill_sends_no_events(one_layer):
     """A stream sends keep-alive lines only while there are no events; without them clients disconnect."""
     events, finished = [], threading.Event()
-    prompt = served.service.info.tokenizer.encode("read this " * 100)
+    prompt = one_layer.service.info.tokenizer.encode("read this " * 100)
     request = DecodeRequest(prompt, max_tokens=1, sampling={"seed": 1})
-    served.service.engine.submit(
+    one_layer.service.engine.submit(
         [Job(request, lambda event: (events.append(event), isinstance(event, End) and finished.set()))]
     )
     assert finished.wait(60)
-    assert len(prompt) > 2 * served.service.engine.served.tree.chunking.step
+    assert len(prompt) > 2 * one_layer.service.engine.served.tree.chunking.step
     assert [type(event) for event in events] == [Begun, TextPart, End]
 
 
 def test_penalties_and_bias_change_the_answer(chat, truth):
     question = "Write a function that sorts."
-    plain, chat = truth(question, 20), functools.partial(chat, max_tokens=20)
+    plain, chat = truth(question, 12), functools.partial(chat, max_tokens=12)
     for options in ({"logit_bias": {"5": 100}}, {"repetition_penalty": 5.0}, {"presence_penalty": 2.0}):
         assert chat(question, **options).json()["choices"][0]["message"]["content"] != plain, options
     assert chat(question, repetition_penalty=1.0).json()["choices"][0]["message"]["content"] == plain
 
 
-def test_completions(served, truth):
+def test_completions(one_layer, random_truth):
     body = {"prompt": "def read_lines(path):", "max_tokens": 12}
-    whole = served.post("/v1/completions", json={**body, "logprobs": 2}).json()
+    whole = one_layer.post("/v1/completions", json={**body, "logprobs": 2}).json()
     logprobs = whole["choices"][0]["logprobs"]
     assert "".join(logprobs["tokens"]) == whole["choices"][0]["text"]
     assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(logprobs["text_offset"]) == 12
-    chunks = events(served.post("/v1/completions", json={**body, "stream": True}))
+    chunks = events(one_layer.post("/v1/completions", json={**body, "stream": True}))
     assert "".join(c["choices"][0]["text"] for c in chunks) == whole["choices"][0]["text"]
-    several = served.post("/v1/completions", json={**body, "prompt": [body["prompt"], [5, 6, 7]], "n": 2}).json()
+    several = one_layer.post("/v1/completions", json={**body, "prompt": [body["prompt"], [5, 6, 7]], "n": 2}).json()
     assert [c["text"] for c in several["choices"][:2]] == [whole["choices"][0]["text"]] * 2
     assert len(several["choices"]) == 4
 
@@ -245,27 +254,27 @@ LONG = [{"role": "user", "content": "hello " * 2100}]
         (CHAT, {"modalities": ["text", "audio"]}, "modalities"),
     ],
 )
-def test_unsupported_values_are_refused_by_name(served, path, change, name):
+def test_unsupported_values_are_refused_by_name(one_layer, path, change, name):
     body = json.dumps({**HI, **change}).replace("Infinity", "1e999")
-    response = served.post(path, content=body, headers={"content-type": "application/json"})
+    response = one_layer.post(path, content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400
     assert name in response.json()["error"]["message"]
 
 
-def test_hints_are_ignored(served):
+def test_hints_are_ignored(one_layer):
     hints = {"store": True, "user": "u", "metadata": {}, "service_tier": "auto", "prediction": {}, "parallel": 1}
-    assert served.post(CHAT, json={**HI, **hints}).status_code == 200
+    assert one_layer.post(CHAT, json={**HI, **hints}).status_code == 200
     hints = {"output_config": {"effort": "high"}, "thinking": {"type": "adaptive"}, "service_tier": "auto"}
-    assert served.post(MESSAGES, json={**HI, **hints}).status_code == 200
+    assert one_layer.post(MESSAGES, json={**HI, **hints}).status_code == 200
 
 
 def test_more_tokens_than_fit_are_cut(chat):
     assert chat(max_tokens=32000, stop=["."]).status_code == 200
 
 
-def test_prompts_are_reused(chat):
+def test_prompts_are_reused(random_chat):
     long = " ".join(f"word{i}" for i in range(60))
-    first, second = (chat(long, max_tokens=1).json()["usage"] for _ in range(2))
+    first, second = (random_chat(long, max_tokens=1).json()["usage"] for _ in range(2))
     assert first["prompt_tokens_details"]["cached_tokens"] == 0
     assert second["prompt_tokens_details"]["cached_tokens"] > 100
 
@@ -282,11 +291,11 @@ def test_arguments_of_calls():
     assert parsed({"x": 1}) == {"x": 1}
 
 
-def test_progress_of_a_prefill_is_streamed_on_request(served):
+def test_progress_of_a_prefill_is_streamed_on_request(one_layer):
     body = {"max_tokens": 1, "stream": True}
     for asked in (False, True):
         question = {"role": "user", "content": f"{asked} " + "word " * 120}
-        response = served.post(
+        response = one_layer.post(
             "/v1/chat/completions", json={**body, "messages": [question], "return_progress": asked}
         )
         found = [event["prompt_progress"] for event in events(response) if "prompt_progress" in event]

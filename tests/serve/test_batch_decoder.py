@@ -4,8 +4,10 @@ import threading
 from contextlib import closing
 
 import pytest
+import tiny
 from letters import Letters
 from mlx_lm.sample_utils import make_logits_processors
+from sweep import sampled
 
 import mlx_mtp
 from mlx_mtp.batch.generator import BatchGenerator
@@ -20,7 +22,7 @@ SAMPLINGS = ({}, {"temp": 0.9, "seed": 3}, {"temp": 1.0, "top_k": 4, "seed": 8})
 
 @pytest.fixture
 def engine(tiny_models):
-    model = tiny_models(vocab_size=40)[0]
+    model = tiny_models(vocab_size=40, **tiny.TWO_LAYERS)[0]
     tree = PrefixTree(mlx_mtp.make_prompt_cache(model, num_draft_tokens=2), Chunking(4), 1 << 30)
     batch = BatchDecoder(model, Letters(), OPTIONS, 4)
     engine = Engine(load=lambda: Served(model, Letters(), tree, OPTIONS, None, batch=batch))
@@ -57,8 +59,10 @@ class Client:
 def alone(model, request: DecodeRequest) -> str:
     """Return the text of a request from `generate_step`."""
     processors = make_logits_processors(**request.penalties) if request.penalties else None
-    how = {"max_tokens": request.max_tokens, "logits_processors": processors, **request.sampling}
-    text = Letters().decode([token for token, *_ in mlx_mtp.generate_step(request.prompt, model, **how)])
+    how = {"max_tokens": request.max_tokens, "num_draft_tokens": 0, **request.sampling}
+    text = Letters().decode(
+        [token for token, *_ in mlx_mtp.generate_step(request.prompt, model, logits_processors=processors, **how)]
+    )
     return min((text[: text.index(stop)] for stop in request.stops if stop in text), key=len, default=text)
 
 
@@ -69,14 +73,14 @@ def requests() -> list[DecodeRequest]:
         more |= {"logprobs": 2} if i == 5 else {}
         prompt = [(7 * i + 3 * j) % 40 for j in range(3 + 3 * i)]
         found.append(
-            DecodeRequest(prompt, max_tokens=40 if i == 0 else 6 + i, sampling=dict(SAMPLINGS[i % 3]), **more)
+            DecodeRequest(prompt, max_tokens=26 if i == 0 else 6 + i, sampling=dict(SAMPLINGS[i % 3]), **more)
         )
     return found
 
 
 def test_eight_texts_equal_those_decoded_alone(engine, tiny_models):
     """All but the first start while it decodes, at different positions; the last one ends with a stop string."""
-    model, every = tiny_models(vocab_size=40)[0], requests()
+    model, every = tiny_models(vocab_size=40, **tiny.TWO_LAYERS)[0], requests()
     whole = alone(model, every[7])
     every[7] = DecodeRequest(**{**vars(every[7]), "stops": (whole[5:7],)})
     clients = [Client(request) for request in every]
@@ -102,7 +106,7 @@ def test_eight_texts_equal_those_decoded_alone(engine, tiny_models):
 
 
 def test_invalid_options_fail_one_job_and_a_broken_batch_is_replaced(engine, tiny_models, monkeypatch):
-    model = tiny_models(vocab_size=40)[0]
+    model = tiny_models(vocab_size=40, **tiny.TWO_LAYERS)[0]
     wrong, right = (
         Client(DecodeRequest([1, 2], sampling={"temp": -1})),
         Client(DecodeRequest([1, 2, 3], max_tokens=20)),
@@ -133,7 +137,7 @@ def test_invalid_options_fail_one_job_and_a_broken_batch_is_replaced(engine, tin
 
 def test_a_job_of_a_failed_batch_does_not_affect_the_next_batch(tiny_models, monkeypatch):
     """The uids of each batch start at 0."""
-    model, n = tiny_models(vocab_size=40)[0], 5
+    model, n = tiny_models(vocab_size=40, **tiny.TWO_LAYERS)[0], 5
     batch, prompts = BatchDecoder(model, Letters(), OPTIONS, 4), ([1, 2, 3], [4, 5, 6])
     steps, tokens = [], []
     for prompt in prompts:
@@ -168,24 +172,27 @@ def test_a_job_whose_logits_processor_raises_fails_alone(engine, tiny_models, mo
     assert [type(client.events[-1]) for client in clients] == [End, Failed, End]
     assert clients[1].events[-1].message == "ZeroDivisionError: of its own"
     for client in clients[::2]:
-        assert client.text == alone(tiny_models(vocab_size=40)[0], client.job.request)
+        assert client.text == alone(tiny_models(vocab_size=40, **tiny.TWO_LAYERS)[0], client.job.request)
 
 
 def test_a_stop_string_in_the_last_token_is_the_finish_reason(engine, tiny_models):
     request = DecodeRequest([1, 2, 3], max_tokens=6)
-    whole = alone(tiny_models(vocab_size=40)[0], request)
+    whole = alone(tiny_models(vocab_size=40, **tiny.TWO_LAYERS)[0], request)
     client = Client(DecodeRequest([1, 2, 3], max_tokens=whole.index(whole[5]) + 1, stops=(whole[5],)))
     engine.submit([client.job])
     assert client.finished.wait(20)
     assert (client.events[-1].reason, client.events[-1].stop) == ("stop", whole[5])
 
 
+ENDS = ((1, 9), (4, 9), (9, 9), (9, 10), (11, 12), (13, 14), (15, 16))  # (tokens taken, at most)
+
+
 def test_the_cache_is_returned_wherever_a_job_ends(tiny_models):
     """It contains the decoded tokens and can be continued."""
-    model = tiny_models(vocab_size=40)[0]
+    model = tiny_models(vocab_size=40, **tiny.TWO_LAYERS)[0]
     batch, prompt = BatchDecoder(model, Letters(), {**OPTIONS, "prompt_lookup": True}, 4), [5, 6, 7, 8, 9]
-    ahead, text = [], [token for token, *_ in mlx_mtp.generate_step(prompt, model, max_tokens=30)]
-    for n, most in ((1, 9), (4, 9), (9, 9), (9, 10), (11, 12), (13, 14), (15, 16)):
+    ahead, text = [], [token for token, *_ in mlx_mtp.generate_step(prompt, model, max_tokens=22, num_draft_tokens=0)]
+    for n, most in sampled([(1, 9), (9, 9), (9, 10), (15, 16)], ENDS):
         held, tokens = [mlx_mtp.make_prompt_cache(model, num_draft_tokens=2)], []
         options = {**OPTIONS, "max_tokens": most, "stats": mlx_mtp.Stats(), "logprobs": False}
         with closing(batch.decode(prompt, held, options)) as responses:

@@ -23,7 +23,7 @@ from mlx_mtp.serve.tool_calls.schema import Tools
 from mlx_mtp.serve.tool_calls.table import BY_PARSER, PYTHONIC_PLAIN, format_of
 from mlx_mtp.serve.tool_choice import ToolChoice, call_output
 
-EXAMPLES = 2000 if SWEEP else 4
+EXAMPLES = 2000 if SWEEP else 2
 
 
 class Plain(SimpleNamespace):

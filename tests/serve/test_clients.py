@@ -74,21 +74,23 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize("client", REQUESTS)
-def test_chats_in_the_forms_of_clients(served, client):
+def test_chats_in_the_forms_of_clients(served, one_layer, client):
     """They ask for the list of models, then stream; the stream ends with a reason and [DONE]."""
-    assert served.get("/v1/models", headers={"Authorization": "Bearer any"}).json()["data"][0]["id"] == "demo"
-    body = {"model": "demo", "max_tokens": 30, **REQUESTS[client]}
-    found = served.post("/v1/chat/completions", json=body)
+    known = len(REQUESTS[client]["messages"]) == 1  # the demo's answer to it
+    server = served if known else one_layer
+    assert server.get("/v1/models", headers={"Authorization": "Bearer any"}).json()["data"][0]["id"] == "demo"
+    body = {"model": "demo", "max_tokens": 30, **REQUESTS[client]} | ({} if known else {"max_tokens": 8})
+    found = server.post("/v1/chat/completions", json=body)
     assert found.status_code == 200, found.text
     *events, last = (line[6:] for line in found.text.splitlines() if line.startswith("data: "))
     assert last == "[DONE]"
     choices = [choice for event in events for choice in json.loads(event)["choices"]]
     text = "".join(choice["delta"].get("content") or "" for choice in choices)
     assert choices[-1]["finish_reason"] in ("stop", "length", "tool_calls")
-    assert text == ANSWER or len(body["messages"]) == 2
+    assert text == ANSWER or (text and not known)
 
 
-def test_codex(served):
+def test_codex(one_layer):
     """Its items, its fields, and tools of other types next to functions."""
     function = {"type": "function", "name": "shell", "strict": False, "parameters": {"type": "object"}}
     content = [{"type": "input_text", "text": "What does len do?"}]
@@ -106,6 +108,6 @@ def test_codex(served):
         "prompt_cache_key": "0",
         "max_output_tokens": 8,
     }
-    found = served.post("/v1/responses", json=body)
+    found = one_layer.post("/v1/responses", json=body)
     assert found.status_code == 200, found.text
     assert "event: response.completed" in found.text or "event: response.incomplete" in found.text

@@ -28,7 +28,7 @@ PROMPTED = PLAIN.replace("assistant\\n' }}{% endif", "assistant\\n<think>\\n' }}
 ASSISTANT = "<|im_start|>assistant\n"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def encoded():
     plain = load(demo_path())._tokenizer
     tokenizer = TokenizerWrapper(plain)
@@ -123,10 +123,10 @@ QUESTION = {"role": "user", "content": "What does len do?"}
 PATHS = {"chat": "/v1/chat/completions", "messages": "/v1/messages", "responses": "/v1/responses"}
 
 
-def rest_of(served, api, content, **more):
+def rest_of(served, api, content, most=12, **more):
     messages = [QUESTION, {"role": "assistant", "content": content}]
     limit = "max_output_tokens" if api == "responses" else "max_tokens"
-    body = {"input" if api == "responses" else "messages": messages, limit: 20}
+    body = {"input" if api == "responses" else "messages": messages, limit: most}
     found = served.post(PATHS[api], json={**body, **more})
     assert found.status_code == 200, found.text
     answer = found.json()
@@ -137,20 +137,21 @@ def rest_of(served, api, content, **more):
     )
 
 
+@pytest.fixture(scope="module")
+def whole(served):
+    body = {"messages": [QUESTION], "max_tokens": 12}
+    return served.post(PATHS["chat"], json=body).json()["choices"][0]["message"]["content"]
+
+
 @pytest.mark.parametrize("api", PATHS)
-def test_every_api_continues_where_the_answer_was_cut(served, api):
-    body = {"messages": [QUESTION], "max_tokens": 20}
-    whole = served.post(PATHS["chat"], json=body).json()["choices"][0]["message"]["content"]
+def test_every_api_continues_where_the_answer_was_cut(served, whole, api):
     tokenizer = served.service.info.tokenizer
     ids = tokenizer.encode(whole, add_special_tokens=False)
-    for cut in (1, 6):
+    for cut, more in ((1, {}), (6, {"continue_final_message": True, "add_generation_prompt": False})):
         front = tokenizer.decode(ids[:cut])
-        assert rest_of(served, api, front) == whole.removeprefix(front)
-        assert rest_of(served, api, front, continue_final_message=True, add_generation_prompt=False) == (
-            whole.removeprefix(front)
-        )
-    assert rest_of(served, api, whole[:9], continue_final_message=False) == rest_of(
-        served, api, whole[:9], add_generation_prompt=True
+        assert rest_of(served, api, front, **more) == whole.removeprefix(front)
+    assert rest_of(served, api, whole[:9], 4, continue_final_message=False) == rest_of(
+        served, api, whole[:9], 4, add_generation_prompt=True
     )
 
 

@@ -125,6 +125,23 @@ def test_a_private_address_is_not_connected_to(monkeypatch, address):
         got("http://example.org/a.png", ("example.org",))
 
 
+def test_a_look_up_that_does_not_end_is_given_up(monkeypatch):
+    ends = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: ends.wait(5) and [])
+    with pytest.raises(ValueError, match=r"download from example\.org did not end within"):
+        got("http://example.org/a.png", ("example.org",), seconds=0.05)
+    ends.set()
+
+
+def test_a_host_without_an_address_is_refused(monkeypatch):
+    def unknown(*_, **__):
+        raise socket.gaierror
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(ValueError, match=r"example.org failed \(gaierror\)"):
+        got("http://example.org/a.png", ("example.org",))
+
+
 @contextmanager
 def listening():
     with socket.create_server(("127.0.0.1", 0)) as server:

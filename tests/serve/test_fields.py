@@ -9,10 +9,11 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 
 from mlx_mtp.demo import demo_path
-from mlx_mtp.serve import field_table, responses
+from mlx_mtp.serve import field_table, fields, messages, responses
 from mlx_mtp.serve.chat import messages_of
 from mlx_mtp.serve.field_table import APIS, FIELDS, TREATMENTS, UNKNOWN, check_fields
 from mlx_mtp.serve.fields import Refused
+from mlx_mtp.serve.request_pictures import RequestPictures
 from mlx_mtp.serve.template_probes import renders_tools
 from mlx_mtp.serve.thinking import template_of
 
@@ -26,6 +27,11 @@ BODIES = {
     "responses": ("/v1/responses", {"input": "hi", "max_output_tokens": 2}),
     "messages": ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}),
 }
+
+
+@pytest.fixture(scope="module")
+def served(one_layer):
+    return one_layer
 
 
 def post(served, api, **more):
@@ -278,7 +284,7 @@ def test_a_picture_of_a_tool_becomes_text_and_one_of_a_user_is_refused(served, a
     messages = [{"role": "user", "content": [PICTURES[api]]}]
     refused = post(served, api, **{"input" if api == "responses" else "messages": messages})
     assert refused.status_code == 400
-    assert "text only" in refused.json()["error"]["message"]
+    assert "pictures are not read here" in refused.json()["error"]["message"]
 
 
 def test_the_table_is_the_only_list():
@@ -313,6 +319,37 @@ SESSIONS = {
             {"type": "text", "text": "Found."}]},
     ],
 }  # fmt: skip
+
+
+READABLE = {"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "text", "text": "Yes."}
+ENCRYPTED = {
+    "redacted": {"type": "redacted_thinking", "data": "x"},
+    "only a signature": {"type": "thinking", "thinking": "", "signature": "s"},
+}
+
+
+@pytest.mark.parametrize("name", ENCRYPTED)
+def test_encrypted_reasoning_is_left_out_with_a_warning(name):
+    user, warnings = {"role": "user", "content": "hi"}, []
+    blocks = [[*READABLE], [ENCRYPTED[name], *READABLE]]
+    bodies = [{"messages": [user, {"role": "assistant", "content": each}, user]} for each in blocks]
+    found = [messages.conversation_of(body, warnings, RequestPictures()) for body in bodies]
+    assert found[0] == found[1]
+    kind = ENCRYPTED[name]["type"]
+    assert warnings == [f"messages: a block of type {kind!r} was left out; {fields.ENCRYPTED}"]
+
+
+def test_encrypted_reasoning_of_responses_is_left_out_with_a_warning():
+    content = [{"type": "reasoning_text", "text": "hm"}]
+    for item, count in (
+        ({"encrypted_content": "x"}, 1),
+        ({"encrypted_content": "x", "content": content}, 0),
+        ({}, 0),
+    ):
+        warnings = []
+        responses._messages({"input": [{"type": "reasoning", "summary": [], **item}]}, warnings)
+        assert len(warnings) == count
+        assert all("was left out" in warning for warning in warnings)
 
 
 @pytest.mark.parametrize("api", SESSIONS)

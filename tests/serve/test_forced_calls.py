@@ -4,6 +4,7 @@ import json
 
 import pytest
 from dictated import Dictated, dictated
+from sweep import sampled
 
 from mlx_mtp.serve.api_request import prompt_of
 
@@ -84,7 +85,7 @@ FORCED = [
 REASON = {CHAT: "tool_calls", RESPONSES: "completed", MESSAGES: "tool_use"}
 
 
-@pytest.mark.parametrize(("path", "choice", "name"), FORCED)
+@pytest.mark.parametrize(("path", "choice", "name"), sampled([FORCED[0], FORCED[4]], FORCED))
 def test_the_demo_calls_if_it_must(served, path, choice, name):
     more = {"temperature": 1.0, "seed": 5} if name == "weather" else {}
     response = served.post(path, json=body_of(path, tool_choice=choice, **more))
@@ -92,7 +93,7 @@ def test_the_demo_calls_if_it_must(served, path, choice, name):
     assert reason == REASON[path]
     assert [(name or each, fits(each, given)) for each, given in found] == [(found[0][0], True)]
     assert "generic format" in response.headers["X-MLX-MTP-Warning"]
-    if not name:  # once per API
+    if not name:
         streamed = served.post(path, json=body_of(path, tool_choice=choice, stream=True))
         assert streamed_calls(path, streamed.text) == (found, reason)
 
@@ -148,12 +149,17 @@ def dictate(city, days):
     return f'Let me see.<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'
 
 
-def test_a_forced_call_replaces_what_the_model_would_write(client):
+@pytest.mark.parametrize(("path", "choice", "name"), FORCED)
+def test_a_forced_call_replaces_what_the_model_would_write(client, path, choice, name):
     Dictated.words = dictate('"Rome"', 12)
-    for path, choice, _ in FORCED[::3]:
-        found, reason = calls_in(path, client.post(path, json=body_of(path, tool_choice=choice)).json())
-        assert reason == REASON[path]
-        assert all(fits(*each) for each in found), found
+    found, reason = calls_in(path, client.post(path, json=body_of(path, tool_choice=choice)).json())
+    assert reason == REASON[path]
+    assert found
+    assert all(fits(*each) for each in found), found
+    assert {each for each, _ in found} == {name or found[0][0]}
+    if not name:
+        streamed = client.post(path, json=body_of(path, tool_choice=choice, stream=True))
+        assert streamed_calls(path, streamed.text) == (found, reason)
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])

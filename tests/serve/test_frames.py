@@ -82,7 +82,7 @@ def split(framing, text, cuts=(), *, begun=None, cut=False, tools=OFFERED):
 
 @EVERY
 @given(st.data())
-@settings(max_examples=20_000 if SWEEP else 30, deadline=None)
+@settings(max_examples=20_000 if SWEEP else 12, deadline=None)
 def test_an_answer_is_split_without_its_frames(framing, data):
     _, renderers, think, contents, think_end, end = WRITTEN[framing]
     marks = re.findall(r"<[^<>]*>", "".join((think, *contents, think_end, end, renderers[0]("write", {"text": "x"}))))
@@ -102,7 +102,7 @@ def test_an_answer_is_split_without_its_frames(framing, data):
 
 @EVERY
 @given(st.data())
-@settings(max_examples=20_000 if SWEEP else 30, deadline=None)
+@settings(max_examples=20_000 if SWEEP else 12, deadline=None)
 def test_a_call_in_frames_is_that_call(framing, data):
     _, renderers, think, contents, think_end, end = WRITTEN[framing]
     renderer = data.draw(st.sampled_from(renderers))

@@ -1,6 +1,8 @@
 """Ollama's API: lines of JSON, options by their names there, tools, formats, and requests as clients send them."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from served import KEY
@@ -67,18 +69,18 @@ def test_generate_uses_the_chat_template_unless_raw(served, stream):
 
 
 @pytest.mark.parametrize("post", [chat, generate])
-def test_an_empty_request_loads_the_model(served, post, monkeypatch):
+def test_an_empty_request_loads_the_model(one_layer, post, monkeypatch):
     """It also ends the engine's wait for the seconds of an earlier request."""
-    empty, engine, woken = {"messages": []} if post is chat else {"prompt": ""}, served.service.engine, []
+    empty, engine, woken = {"messages": []} if post is chat else {"prompt": ""}, one_layer.service.engine, []
     wake = engine.signal.set
     monkeypatch.setattr(engine.signal, "set", lambda: woken.append(engine.idle_unload) or wake())
     for keep, seconds in (("5m", 300), (None, float("inf"))):
-        body = post(served, keep_alive=keep, **empty).json()
+        body = post(one_layer, keep_alive=keep, **empty).json()
         assert (body["done"], body["done_reason"], woken[-1]) == (True, "load", seconds)
-    request = (OllamaChat if post is chat else OllamaGenerate)({**empty, "keep_alive": 0}, served.service.info)
+    request = (OllamaChat if post is chat else OllamaGenerate)({**empty, "keep_alive": 0}, one_layer.service.info)
     assert (request.idle, request.whole([])["done_reason"]) == (0, "unload")
-    assert post(served, options={"num_predict": 1}, keep_alive=-1, stream=False).json()["done"]
-    assert served.service.engine.idle_unload == float("inf")
+    assert post(one_layer, options={"num_predict": 1}, keep_alive=-1, stream=False).json()["done"]
+    assert one_layer.service.engine.idle_unload == float("inf")
 
 
 def same(served, options, **ours):
@@ -90,15 +92,15 @@ def same(served, options, **ours):
     return theirs["message"]["content"]
 
 
-def test_options_are_those_of_chat_completions(served):
-    plain = same(served, {})
-    options = {"temperature": 1.5, "seed": 3, "top_k": 40, "top_p": 0.9, "min_p": 0.01}
-    assert same(served, options, **options) != plain
-    assert same(served, {"repeat_penalty": 0.01, "repeat_last_n": -1}, repetition_penalty=0.01,
+def test_options_are_those_of_chat_completions(served, one_layer):
+    plain = same(one_layer, {})
+    options = {"temperature": 1.5, "seed": 3, "top_k": 40, "top_p": 0.9, "min_p": 0.0001}
+    assert same(one_layer, options, **options) != plain
+    assert same(one_layer, {"repeat_penalty": 0.01, "repeat_last_n": -1}, repetition_penalty=0.01,
                 repetition_context_size=-1) != plain  # fmt: skip
     assert same(served, {"stop": [" of"]}, stop=" of") == "Return the number"
     neutral = {"num_ctx": 4096, "num_keep": 4, "mirostat": 0, "typical_p": 1.0, "num_gpu": 1, "use_mmap": None}
-    assert same(served, neutral) == plain
+    assert same(one_layer, neutral) == plain
 
 
 REFUSED = {
@@ -113,6 +115,7 @@ REFUSED = {
     "a schema": ({"format": {"type": "object", "properties": {"a": {"not": {}}}}}, "format.properties.a", None),
     "a duration": ({"keep_alive": "5 minutes"}, "keep_alive='5 minutes'", None),
     "a picture": ({"images": ["iVBORw0KGgo="]}, "pictures are not read", None),
+    "a picture of a raw prompt": ({"images": ["iVBORw0KGgo="], "raw": True}, "leave out raw", None),
     "no message": ({"messages": "hi"}, "messages='hi'", None),
     "a role": ({"messages": [{"role": "robot", "content": ""}]}, "role 'robot'", None),
 }
@@ -122,7 +125,7 @@ REFUSED = {
 def test_fields_that_are_refused_or_have_no_effect(served, case):
     """An error is one line in Ollama's form; a warning is a header."""
     change, error, warning = REFUSED[case]
-    post = generate if case == "a picture" else chat
+    post = generate if "picture" in case else chat
     found = post(served, stream=False, **{"options": {"num_predict": 1}, **change})
     if warning:
         assert warning in found.headers["X-MLX-MTP-Warning"]
@@ -142,12 +145,12 @@ def test_formats(served):
     assert chat(served, stream=False, format="", options={"num_predict": 3}).json()["message"]["content"] in ANSWER
 
 
-def test_a_session_with_tools(served):
+def test_a_session_with_tools(one_layer):
     """A call has arguments as an object and no id; its result is linked by the tool's name."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
     messages = [*QUESTION, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
     messages += [{"role": "tool", "tool_name": "f", "content": "3"}, {"role": "user", "content": "and?"}]
-    found = chat(served, messages=messages, tools=[tool], stream=False, options={"num_predict": 2})
+    found = chat(one_layer, messages=messages, tools=[tool], stream=False, options={"num_predict": 2})
     assert found.status_code == 200, found.text
 
 
@@ -188,10 +191,6 @@ def test_messages_become_those_of_chat_completions():
         ["own", "call_3"],
     ]
     assert [message.get("tool_call_id") for message in found] == [None, "call_1", "call_0", None, None, "own"]
-    picture = {"role": "user", "content": "see", "images": ["/9j/4AAQ", "iVBORw0"]}
-    parts = chat_messages({"messages": [picture]})[0]["content"]
-    assert [part["type"] for part in parts] == ["text", "image_url", "image_url"]
-    assert parts[1]["image_url"]["url"] == "data:image/jpeg;base64,/9j/4AAQ"
 
 
 @pytest.mark.parametrize(
@@ -212,53 +211,65 @@ def test_numbers_of_tokens_and_defaults():
             idle_seconds({"keep_alive": value})
 
 
+def test_a_tag_has_the_format_of_the_models_file_and_each_adapter_a_digest_of_its_own(served, monkeypatch):
+    own = replace(served.service.info, names=("demo", "alias"), adapters=("a", "b"), path=Path("x.gguf"))
+    monkeypatch.setattr(served.service, "info", own)
+    tags = {tag["name"]: tag for tag in served.get("/api/tags").json()["models"]}
+    assert {tag["details"]["format"] for tag in tags.values()} == {"gguf"}
+    digests = [tags[name]["digest"] for name in ("demo", "demo:a", "demo:b")]
+    assert len(set(digests)) == 3
+    assert [tags[f"alias{end}"]["digest"] for end in ("", ":a", ":b")] == digests
+    monkeypatch.setattr(served.service, "info", replace(own, path=Path("x")))
+    assert served.get("/api/tags").json()["models"][0]["details"]["format"] == "safetensors"
+
+
 # Requests as clients send them
 
 
-def test_open_webui(served):
+def test_open_webui(one_layer):
     """Its check of a connection, its list of models, and a chat; in Docker the Host is host.docker.internal."""
-    assert served.get("/api/version").json().keys() == {"version"}
-    (tag,) = served.get("/api/tags", headers={"Content-Type": "application/json"}).json()["models"]
+    assert one_layer.get("/api/version").json().keys() == {"version"}
+    (tag,) = one_layer.get("/api/tags", headers={"Content-Type": "application/json"}).json()["models"]
     assert {"name", "model", "modified_at", "size", "digest", "details"} <= tag.keys()
-    assert served.get("/api/ps").json()["models"][0]["name"] == "demo"
+    assert one_layer.get("/api/ps").json()["models"][0]["name"] == "demo"
     body = {"model": tag["model"], "messages": QUESTION, "options": {"num_predict": 4}, "stream": True}
     headers = {**KEY, "X-OpenWebUI-User-Name": "a", "Content-Type": "application/json"}
-    assert lines(served.post("/api/chat", content=json.dumps(body), headers=headers))[-1]["done"]
+    assert lines(one_layer.post("/api/chat", content=json.dumps(body), headers=headers))[-1]["done"]
     title = {**body, "stream": False, "think": False, "messages": [{"role": "user", "content": "### Task:\nA title"}]}
-    assert served.post("/api/chat", json=title).json()["done"]
-    refused = served.get("/api/tags", headers={"Host": "host.docker.internal:8080"})
+    assert one_layer.post("/api/chat", json=title).json()["done"]
+    refused = one_layer.get("/api/tags", headers={"Host": "host.docker.internal:8080"})
     assert refused.status_code == 403
     assert "--allow-host" in refused.json()["error"]
 
 
 @pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded"])
-def test_other_content_types_are_allowed_unless_a_page_sends_them(served, kind):
+def test_other_content_types_are_allowed_unless_a_page_sends_them(one_layer, kind):
     """Those of litellm and of `curl -d`; a browser sends the Origin of the page with every POST."""
     content, headers = json.dumps({"model": "demo", "messages": []}), {"Content-Type": kind} if kind else {}
-    assert served.post("/api/chat", content=content, headers=headers).json()["done"]
+    assert one_layer.post("/api/chat", content=content, headers=headers).json()["done"]
     assert (
-        served.post("/api/chat", content=content, headers={**headers, "Origin": "http://localhost"}).status_code
+        one_layer.post("/api/chat", content=content, headers={**headers, "Origin": "http://localhost"}).status_code
         == 415
     )
-    assert served.post("/v1/chat/completions", content=content, headers=headers).status_code == 415
+    assert one_layer.post("/v1/chat/completions", content=content, headers=headers).status_code == 415
 
 
-def test_continue(served):
+def test_continue(one_layer):
     """It reads the context from `parameters`; completions of code are raw prompts."""
-    shown = served.post("/api/show", json={"name": "demo"}).json()
+    shown = one_layer.post("/api/show", json={"name": "demo"}).json()
     assert shown["parameters"] == "num_ctx 2048"
     assert ".Suffix" not in shown["template"]
     options = {"temperature": 0.0, "num_predict": 4, "stop": ["\n\n"], "num_ctx": 2048}
     more = {"model": "demo", "options": options, "keep_alive": 1800}
     prompt = "<fim_prefix>def f(<fim_suffix>)<fim_middle>"
-    assert lines(served.post("/api/generate", json={"prompt": prompt, "raw": True, "stream": True, **more}))
+    assert lines(one_layer.post("/api/generate", json={"prompt": prompt, "raw": True, "stream": True, **more}))
     message = {"role": "user", "content": "hi", "images": None}
-    assert served.post("/api/chat", json={"messages": [message], "stream": False, **more}).json()["done"]
+    assert one_layer.post("/api/chat", json={"messages": [message], "stream": False, **more}).json()["done"]
 
 
-def test_zed(served):
+def test_zed(one_layer):
     """Its options, null for what is unset, and tool results without ids."""
-    shown = served.post("/api/show", json={"model": "demo"}).json()
+    shown = one_layer.post("/api/show", json={"model": "demo"}).json()
     assert {"completion", "tools"} <= {*shown["capabilities"]}
     architecture = shown["model_info"]["general.architecture"]
     assert shown["model_info"][f"{architecture}.context_length"] == 2048
@@ -272,10 +283,10 @@ def test_zed(served):
     ]
     options = {"num_ctx": 2048, "num_predict": 4, "stop": [], "temperature": 1.0, "top_p": None}
     body = {"model": "demo", "messages": messages, "stream": True, "keep_alive": -1, "options": options}
-    for line in lines(served.post("/api/chat", json={**body, "tools": [tool], "think": None})):
+    for line in lines(one_layer.post("/api/chat", json={**body, "tools": [tool], "think": None})):
         assert {"model", "created_at", "message", "done"} <= line.keys()
         assert type(line["message"]["content"]) is str
-    assert lines(served.post("/api/chat", json={**body, "messages": QUESTION, "tools": []}))
+    assert lines(one_layer.post("/api/chat", json={**body, "messages": QUESTION, "tools": []}))
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/embeddings", "/api/embed", "/api/embeddings", "/api/pull"])

@@ -121,10 +121,33 @@ def test_other_files_are_named_and_not_added(page):
     page.wait("find('notice').textContent")
     assert page.run("find('notice').textContent") == "1.png was not added: allowed are PNG, JPEG, WEBP and GIF."
     assert page.run("tray.hidden")
+    page.run("window.bad = transferOf(...['a', 'b'].map(name => fileOf('AAAA', `${name}.png`, 'image/png')))")
+    page.run(f"window.svg = {files_of(2, kind='image/svg+xml')}; bad.items.add(svg.files[0])")
+    drop(page, "bad")
+    page.wait("find('notice').textContent.includes('2.png')")
+    lines = [
+        "a.png, b.png were not added: the file is damaged.",
+        "2.png was not added: allowed are PNG, JPEG, WEBP and GIF.",
+    ]
+    assert page.run("find('notice').textContent").splitlines() == lines
+    assert page.run("tray.hidden")
     page.run("sees = false")
     paste(page, files_of(1))
     page.wait("find('notice').textContent.includes('text only')")
     page.run("sees = true")
+
+
+def test_a_conversation_has_at_most_20_pictures(page):
+    """A request has all pictures of its conversation, and the server refuses more."""
+    page.run("find('clear').click(); setPictures(Array(18).fill('data:image/png;base64,AAAA'))")
+    page.run("messages = [{role: 'user', content: '', pictures: ['data:image/png;base64,AAAA']}]")
+    paste(page, files_of(1, 2, 3))
+    page.wait("find('notice').textContent")
+    assert page.run("[pictures.length, find('notice').textContent]") == [
+        19,
+        "2.png, 3.png were not added: a conversation has at most 20 pictures.",
+    ]
+    page.run("setPictures([]); find('clear').click()")
 
 
 def test_a_refused_picture_returns_to_the_box(page):

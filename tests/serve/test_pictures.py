@@ -5,7 +5,7 @@ import itertools
 import pytest
 import seeing
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from picture_requests import body_of, part_of, png, text_of, url_of
+from picture_requests import base64_of, body_of, part_of, png, text_of, url_of
 
 from mlx_mtp.pictures.image import open_image
 from mlx_mtp.pictures.rows import Picture, mark_ids
@@ -13,6 +13,7 @@ from mlx_mtp.serve.chat import ChatRequest
 from mlx_mtp.serve.fields import ModelInfo, Refused
 from mlx_mtp.serve.follow import as_json, from_json
 from mlx_mtp.serve.messages import MessagesRequest, count_tokens
+from mlx_mtp.serve.ollama import OllamaChat, OllamaGenerate
 from mlx_mtp.serve.prompts import marks_of
 from mlx_mtp.serve.responses import ResponsesRequest
 
@@ -94,6 +95,48 @@ def test_texts_keep_their_places_between_pictures(info):
     pads = [mark.format("<|image_pad|>" * rows) for rows in (2, 4)]
     assert f"user\none{pads[0]}two{pads[1]}three<|im_end|>" in text
     assert sizes == [(1, 2), (4, 1)]
+
+
+def ollama_requests(info, *pictures, text="What?", result=()):
+    """The requests of `/api/chat`, and without a result of `/api/generate`, for pictures as files or as texts."""
+    images = [each if isinstance(each, str) else base64_of(each) for each in pictures]
+    question = {"role": "user", "content": text, "images": images}
+    call = {"function": {"name": "read", "arguments": {}}}
+    tool = {"role": "tool", "tool_name": "read", "content": "a", "images": [base64_of(each) for each in result]}
+    before = [{"role": "user", "content": "Read."}, {"role": "assistant", "content": "", "tool_calls": [call]}, tool]
+    requests = [OllamaChat({"messages": [*(before if result else []), question]}, info)]
+    return requests + ([] if result else [OllamaGenerate({"prompt": text, "images": images}, info)])
+
+
+@pytest.mark.parametrize("result", [(), (A, B)], ids=["no tool", "a result"])
+@pytest.mark.parametrize("asked", [(A,), (A, B), ()])
+def test_ollamas_pictures_stand_before_the_text_of_their_message(info, asked, result):
+    chat = request_of(info, "chat", body_of("chat", *asked, "What?", result=result and (*result, "a")))
+    for request in ollama_requests(info, *asked, result=result):
+        (found,) = request.requests
+        assert (found.prompt, found.pictures) == (chat.prompt, chat.pictures)
+
+
+def test_ollamas_prompt_may_be_a_picture_alone(info):
+    chat = request_of(info, "chat", body_of("chat", A))
+    assert [request.requests[0].prompt for request in ollama_requests(info, A, text="")] == [chat.prompt] * 2
+
+
+@pytest.mark.parametrize(
+    ("pictures", "reason"),
+    [
+        ((url_of(A),), "picture 1.*base64"),
+        ((A, ""), "picture 2.*data is missing"),
+        ((A, b"text"), "picture 2.*no PNG"),
+        (("/etc/passwd",), "picture 1"),
+        (("https://example.org/a.png",), "picture 1.*base64"),
+        (21 * (A,), "more than 20"),
+    ],
+)
+def test_ollamas_broken_pictures_are_refused(info, pictures, reason):
+    with pytest.raises(Refused, match=f"(?s){reason}") as refused:
+        ollama_requests(info, *pictures)
+    assert (refused.value.status, len(str(refused.value)) < 300) == (400, True)
 
 
 @pytest.mark.parametrize("api", APIS)
@@ -208,6 +251,8 @@ def test_without_a_tower_a_question_is_refused_and_a_result_becomes_a_line(api):
     blind = info_of(blind="no tower; load another file")
     with pytest.raises(Refused, match=f"{SEEN}.*: no tower; load another file"):
         APIS[api](body_of(api, A, "What?"), blind)
+    with pytest.raises(Refused, match=f"{SEEN}.*: no tower; load another file"):
+        ollama_requests(blind, A)
     request = APIS[api](body_of(api, "What?", result=("a.png", A)), blind)
     text, sizes = text_and_sizes(blind, request.requests[0])
     assert (sizes, "[A picture was left out: " + SEEN in text) == ([], True)

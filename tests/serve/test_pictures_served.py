@@ -5,10 +5,15 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from picture_requests import PATHS, body_of, noise
+from picture_requests import PATHS, base64_of, body_of, noise
 from PIL import Image
+from served import settings
+from sweep import SWEEP, sampled
 
 import mlx_mtp
+from mlx_mtp.decoding.memory_needs import LONGEST
+from mlx_mtp.pictures import decoded
+from mlx_mtp.serve.server import Loaded, described
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +49,24 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("name", sampled(["two", "three"], ASKED))
 def test_all_apis_answer_with_the_text_that_python_generates(eyes, model, name):
     parts = ASKED[name]
     images = [part for part in parts if isinstance(part, bytes)]
     expected = mlx_mtp.generate(*model, rendered(parts), max_tokens=8, images=images, num_draft_tokens=0)
     assert [ask(eyes, api, *parts) for api in PATHS] == [expected] * len(PATHS)
+
+
+def test_ollamas_api_answers_with_the_text_of_chat_completions(eyes):
+    expected = ask(eyes, "chat", noise(1), noise(2), "What?")
+    images, more = [base64_of(noise(1)), base64_of(noise(2))], {"stream": False, "options": {"num_predict": 8}}
+    more["options"]["temperature"] = 0
+    asked = {"role": "user", "content": "What?", "images": images}
+    found = eyes.post("/api/chat", json={"messages": [asked], **more}).json()
+    assert found["message"]["content"] == expected
+    found = eyes.post("/api/generate", json={"prompt": "What?", "images": images, **more}).json()
+    assert found["response"] == expected
+    assert "vision" in eyes.post("/api/show", json={"model": "eyes"}).json()["capabilities"]
 
 
 def test_another_picture_is_another_answer(eyes):
@@ -107,6 +124,21 @@ def test_a_lost_prefix_needs_no_tower_and_lost_features_no_prefix(eyes, encoded)
         served.model.vision.keep_at_most(1 << 28)
 
 
+def test_a_picture_that_is_sent_again_is_not_decoded_again(eyes, monkeypatch):
+    first = ask(eyes, "chat", noise(23), "What?")
+    monkeypatch.setattr(decoded, "open_image", lambda *_, **__: pytest.fail("decoded again"))
+    for api in PATHS:
+        assert ask(eyes, api, noise(23), "What?") == first
+
+
+def test_a_context_that_nothing_states_is_limited(eyes, monkeypatch):
+    """Transformers' tokenizers then state 10**30 tokens, which no request without max_tokens could have."""
+    served = eyes.service.engine.served
+    assert served.tokenizer.model_max_length > LONGEST
+    monkeypatch.delitem(served.model.args.text_config, "max_position_embeddings")
+    assert described(Loaded(*served[:2], {}, {}), served, settings()).positions == LONGEST
+
+
 def damaged(draw, kind):
     """A picture's file that is cut, changed in places, or continued; perhaps still a valid one."""
     file = io.BytesIO()
@@ -120,11 +152,11 @@ def damaged(draw, kind):
 
 
 def test_damaged_pictures_are_answered_or_refused_beside_other_answers(eyes):
-    draw, body = random.Random(7), {**body_of("chat", noise(31), "Write."), "temperature": 0, "max_tokens": 60}
+    draw, body = random.Random(7), {**body_of("chat", noise(31), "Write."), "temperature": 0, "max_tokens": 24}
     expected = eyes.post(PATHS["chat"], json=body).json()["choices"]
     statuses = []
     with ThreadPoolExecutor(1) as pool:
-        for round in range(12):
+        for round in range(12 if SWEEP else 3):
             other = pool.submit(eyes.post, PATHS["chat"], json=body)
             for kind in ("PNG", "JPEG", "WEBP", "GIF"):
                 api = draw.choice([*PATHS])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from letters import Letters
 from prefix_requests import LARGE, lines, prompts, restarted, serve, written
 from prefix_requests import generate_two as generate
+from sweep import SWEEP
 
 from mlx_mtp.serve import chunk_file
 from mlx_mtp.serve.prefix_files import PrefixFiles
@@ -107,7 +108,9 @@ def test_a_missing_or_unreadable_file_changes_no_response(small, stored, tmp_pat
     assert len(restarted(small, directory).files.known) == 2
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300 if SWEEP else 6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.floats(0, 1, exclude_max=True), st.integers(1, 255), st.booleans(), st.booleans())
 def test_a_changed_byte_never_changes_a_response(small, stored, tmp_path, place, flip, header, before):
     (source, texts, fresh), directory = stored, tmp_path / "files"

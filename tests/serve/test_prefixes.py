@@ -19,6 +19,7 @@ from mlx_mtp.serve.job import DecodeRequest, Job, answer, prefill_next, prefill_
 from mlx_mtp.serve.prefix_files import PrefixFiles
 from mlx_mtp.serve.prefixes import Chunking
 
+SEEDED = {"temp": 0.8, "seed": 3}
 KINDS = ["qwen3_5"]  # gated delta; the first model has windows
 
 
@@ -30,7 +31,7 @@ def wrapped(monkeypatch):
 @pytest.fixture(scope="module", params=["step3p5", *sampled(KINDS, [*sorted(families.FAMILIES), "heads and block"])])
 def model(request, tmp_path_factory, tiny_models):
     if request.param == "step3p5":
-        return tiny_models(vocab_size=40)[0]
+        return tiny_models(vocab_size=40, **tiny.TWO_LAYERS)[0]
     path = tmp_path_factory.mktemp("family")
     if request.param != "heads and block":
         return mlx_mtp.load_model(families.build(request.param, path)[0])
@@ -39,7 +40,7 @@ def model(request, tmp_path_factory, tiny_models):
     return mlx_mtp.load_model(target, draft_model=drafter)
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temp": 0.8, "seed": 3}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("sampling", sampled([SEEDED], [{}, SEEDED]))
 def test_a_response_does_not_depend_on_the_prefix_cache(model, sampling):
     first, second = prompts(model.vocab_size)
     fresh = generate(serve(model), second, **sampling)
@@ -129,7 +130,7 @@ def test_the_end_of_a_prompt_is_prefilled_in_one_pass_if_rows_are_alike(tmp_path
 def test_a_finished_request_keeps_no_cache(tiny_models):
     """Python frees reference cycles late, and each would keep megabytes."""
     job = Job(DecodeRequest([1, 2, 3], (), 4), lambda event: None)
-    cache = weakref.ref(left(answer(serve(tiny_models(vocab_size=40)[0]), job, lambda: False)))
+    cache = weakref.ref(left(answer(serve(tiny_models(vocab_size=40, **tiny.TWO_LAYERS)[0]), job, lambda: False)))
     assert cache() is None
 
 
@@ -141,7 +142,7 @@ def test_a_model_whose_rows_depend_on_their_number_prefills_its_answers(model, m
 
 def test_sequences_continue_only_at_checkpoints(tiny_models):
     """Windows have wrapped at position 18: without a turn there, the second prompt finds no checkpoint."""
-    model = tiny_models(vocab_size=40)[0]
+    model = tiny_models(vocab_size=40, **tiny.TWO_LAYERS)[0]
     first, second = prompts(40)
     served = serve(model)
     assert not served.tree.is_stateless
@@ -172,7 +173,7 @@ def test_rows_can_be_cut_anywhere_without_states(tmp_path):
 
 
 def test_quantized_caches_are_reused_as_they_are(tiny_models):
-    model = tiny_models(vocab_size=40, head_dim=32, attention_other_setting={
+    model = tiny_models(vocab_size=40, **tiny.TWO_LAYERS, head_dim=32, attention_other_setting={
         **tiny.CONFIG["attention_other_setting"], "head_dim": 32})[0]  # fmt: skip
     layout = {"kv_bits": 8, "mtp_kv_bits": 8, "kv_group_size": 32}
     first, second = prompts(40)
@@ -182,7 +183,7 @@ def test_quantized_caches_are_reused_as_they_are(tiny_models):
 
 
 def test_the_least_recently_used_leaves_are_evicted_above_the_limit(tiny_models):
-    model = tiny_models(vocab_size=40)[0]
+    model = tiny_models(vocab_size=40, **tiny.TWO_LAYERS)[0]
     rng = np.random.default_rng(1)
     texts = [rng.integers(0, 40, 20).tolist() for _ in range(6)]
     one = serve(model)

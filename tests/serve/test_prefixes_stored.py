@@ -4,15 +4,11 @@ import threading
 import time
 import types
 
-import mlx.core as mx
 import pytest
-from compile_mode import NO_FUSE, set_mode
 from served import start
 from starlette.testclient import TestClient
 from sweep import sampled
 
-import mlx_mtp
-from mlx_mtp.demo import demo_path
 from mlx_mtp.serve import engine as engines
 from mlx_mtp.serve.engine import Engine
 from mlx_mtp.serve.job import DecodeRequest, Job
@@ -32,17 +28,15 @@ SYSTEM = "You answer in one word, whatever the question is, and never explain a 
 
 
 @pytest.fixture(scope="module")
-def demo():
-    set_mode(NO_FUSE)
-    with mx.stream(mx.cpu):
-        return mlx_mtp.load(demo_path())
+def loaded(load_one_layer):
+    return load_one_layer()
 
 
-def session(demo, flags, directory, *questions, until=lambda: True):
+def session(loaded, flags, directory, *questions, until=lambda: True):
     """Return the texts and the cached tokens of questions after one system prompt, from a new server."""
     layout = {"kv_group_size": 32, **flags}
     files = directory and PrefixFiles(directory, 1 << 28)
-    service, app = start(lambda: Loaded(*demo, {}, layout), cache_files=files)
+    service, app = start(lambda: Loaded(*loaded, {}, layout), cache_files=files)
     found = []
     while service.engine.state == "loading":
         time.sleep(0.01)
@@ -64,19 +58,19 @@ def session(demo, flags, directory, *questions, until=lambda: True):
     return found
 
 
-def test_servers_with_different_flags_share_a_directory(demo, tmp_path):
+def test_servers_with_different_flags_share_a_directory(loaded, tmp_path):
     """The first start with new flags finds no file of its own; the next one reuses it for another question."""
     for flags in FLAGS:
-        fresh = session(demo, flags, None, "What is a list?", "And a tuple?")
+        fresh = session(loaded, flags, None, "What is a list?", "And a tuple?")
         assert fresh[0][1] == 0
         count = len(list(tmp_path.iterdir()))
 
         def stored(least=count + 1):
             return len([*tmp_path.glob("*.safetensors")]) >= least and not [*tmp_path.glob("*.partial")]
 
-        first = session(demo, flags, tmp_path, "What is a list?", until=stored)
+        first = session(loaded, flags, tmp_path, "What is a list?", until=stored)
         assert first == fresh[:1], flags
-        (text, cached), again = session(demo, flags, tmp_path, "And a tuple?", "What is a list?")
+        (text, cached), again = session(loaded, flags, tmp_path, "And a tuple?", "What is a list?")
         assert text == fresh[1][0]
         assert cached >= 32  # the chunks of the system prompt
         assert again[0] == fresh[0][0]

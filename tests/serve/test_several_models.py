@@ -89,7 +89,7 @@ def test_two_models_are_swapped_under_load_and_their_memory_is_returned(several)
     """Requests of all APIs at once; the bytes that MLX has allocated stay those of one model."""
     unload(several)
     slots = several.models.slots
-    sizes, long, loads = [], {"model": "one", "prompt": "read this " * 100, "max_tokens": 1}, slots["one"].loads
+    sizes, long, loads = [], {"model": "one", "prompt": "read this " * 45, "max_tokens": 1}, slots["one"].loads
     assert several.post("/v1/completions", json=long).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     for name in ("one", "two"):
         assert ask(several, name) == ANSWER
@@ -208,7 +208,21 @@ def test_names_of_models_in_a_folder(tmp_path):
     assert [offer.name for offer in offers([], tmp_path / "b")] == ["x", "y"]
 
 
-@pytest.mark.parametrize("limit", sampled([None, 100], [None, 100, 5000]))
+def test_a_model_with_several_paths_is_listed_once(tmp_path):
+    """Of given models the first; in the folder the directory itself rather than links, which may form a cycle."""
+    for path in ("folder/x", "folder/z", "elsewhere"):
+        (tmp_path / path).mkdir(parents=True)
+        (tmp_path / path / "config.json").write_text("{}")
+    folder = tmp_path / "folder"
+    links = {"a": "z", "b": "../elsewhere", "c": "../elsewhere", "cycle": ".", "given": "x"}
+    for name, target in links.items():
+        (folder / name).symlink_to(target)
+    assert [offer.name for offer in offers([], folder)] == ["b", "x", "z"]
+    named = [("one", folder / "given"), ("three", tmp_path / "elsewhere"), ("two", folder / "x")]
+    assert [offer.name for offer in offers(named, folder)] == ["one", "three", "z"]
+
+
+@pytest.mark.parametrize("limit", sampled([100], [None, 100, 5000]))
 def test_an_offer_has_the_facts_of_a_load(limit):
     (found,) = offers([("demo", Path(demo_path()))], None, limit)
     assert (found.context, found.size, found.family, found.problem) == (min(limit or 2048, 2048), SIZE, "step3p5", "")

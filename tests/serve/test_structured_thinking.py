@@ -7,6 +7,7 @@ import mlx.core as mx
 import pytest
 import tiny
 from compile_mode import NO_FUSE, set_mode
+from dictated import ONE_LAYER
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from served import serving
@@ -53,7 +54,7 @@ def framed(request):
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory, framed):
-    config = {**tiny.CONFIG, **tiny.SHORTER, "vocab_size": 2048}
+    config = {**tiny.CONFIG, **ONE_LAYER, "vocab_size": 2048}
     path = tiny.save(tmp_path_factory.mktemp("tiny"), config, tiny.random_weights(config))
 
     def load():
@@ -68,7 +69,7 @@ def client(tmp_path_factory, framed):
         options["logits_processors"] = [Dictated(tokenizer)]
         return Loaded(model, tokenizer, {}, {})
 
-    options = {"adaptive": False}
+    options = {"adaptive": False, "num_draft_tokens": 1}
     with serving(load, options=options) as client:
         yield client
 

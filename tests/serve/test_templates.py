@@ -92,7 +92,7 @@ PRINTED = [name for name in all_templates() if not name.startswith("no ") or nam
 
 @pytest.mark.parametrize("name", PRINTED)
 @given(st.data())
-@settings(max_examples=20_000 if SWEEP else 15, deadline=None)
+@settings(max_examples=20_000 if SWEEP else 6, deadline=None)
 def test_calls_are_read_back_as_the_template_renders_them(name, data):
     rendered = printing(name)
     pieces = sorted({*MARKS.findall(rendered.answer([("write", {"text": "x"})])), "a", " ", "\n", "é", "'", "0"})
@@ -113,7 +113,7 @@ def test_calls_are_read_back_as_the_template_renders_them(name, data):
 
 @pytest.mark.parametrize("name", PRINTED)
 @given(st.data())
-@settings(max_examples=2000 if SWEEP else 3, deadline=None)
+@settings(max_examples=2000 if SWEEP else 2, deadline=None)
 def test_a_grammar_of_calls_accepts_them_as_the_template_renders_them(name, data):
     rendered = printing(name)
     text = st.lists(st.sampled_from(["a", " ", "\n", "é", "'", '"', "0", "<x>", "</y>", "{"]), max_size=8).map(

@@ -14,7 +14,7 @@ from mlx_mtp.serve.answer import MOST_READ, Splitter, calls_of, text_of
 from mlx_mtp.serve.tool_calls.schema import types_of, untyped_as_json
 from mlx_mtp.serve.tool_calls.table import BY_PARSER, format_of
 
-EXAMPLES = 20_000 if SWEEP else 16
+EXAMPLES = 20_000 if SWEEP else 7
 THINKING = SimpleNamespace(has_thinking=True, think_start="<think>", think_end="</think>")
 PARAMETERS = {
     "text": {"type": "string"}, "count": {"type": "integer"}, "share": {"type": "number"}, "now": {"type": "boolean"},

@@ -43,10 +43,17 @@ class Dictated:
         return mx.where(mx.arange(logits.shape[-1]) == token, 0.0, -1e9)[None]
 
 
+# The logits processor chooses the tokens, so one layer is enough.
+ONE_LAYER = {"num_hidden_layers": 1, "moe_layers_enum": "", "swiglu_limits": [0], "swiglu_limits_shared": [0]}
+
+
 @contextmanager
-def dictated(tmp_path_factory):
-    """Yield a client of a server whose model writes `Dictated.words`, as far as it is free to choose."""
-    config = {**tiny.CONFIG, **tiny.SHORTER, "vocab_size": 2048}
+def dictated(tmp_path_factory, drafts=1):
+    """Yield a client of a server whose model writes `Dictated.words`, as far as it is free to choose.
+
+    drafts: the number of tokens that a cycle drafts.
+    """
+    config = {**tiny.CONFIG, **ONE_LAYER, "vocab_size": 2048}
     path = tiny.save(tmp_path_factory.mktemp("tiny"), config, tiny.random_weights(config))
 
     def load():
@@ -60,6 +67,6 @@ def dictated(tmp_path_factory):
         options["logits_processors"] = [Dictated(tokenizer)]
         return Loaded(model, tokenizer, {}, {})
 
-    options = {"adaptive": False}
+    options = {"adaptive": False, "num_draft_tokens": drafts}
     with serving(load, options=options) as client:
         yield client

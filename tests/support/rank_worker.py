@@ -148,8 +148,11 @@ def refused(path: str, group, ranks: list[int], op: str, how: str, rows: int | N
     return {"same": found, "kernels": plain.report.kernels, "warned": len(caught)}
 
 
-def pictured(path: str, group, k: int) -> dict:
-    """Return a text after pictures whose features only rank 0 has, and the error of a picture that it lacks."""
+def pictured(path: str, group, k: int, files: list[str]) -> dict:
+    """Return a text after pictures whose features only rank 0 has, and the error of a picture that it lacks.
+
+    Also the `answers_about` pictures in files.
+    """
     model = mlx_mtp.load_model(path, tensor_group=group)
     vision = model.runtime.vision = picture_prompts.Vision()
     if group is not None and group.rank():
@@ -164,7 +167,33 @@ def pictured(path: str, group, k: int) -> dict:
         list(mlx_mtp.generate_step(picture_prompts.tokens_of(*parts), model, max_tokens=12, **more))
     except (ValueError, KeyError) as e:
         error = str(e)
-    return {"text": text, "error": error}
+    return {"text": text, "error": error, "answers": answers_about(path, group, files)}
+
+
+def answers_about(path: str, group, files: list[str]) -> list[str]:
+    """Return texts after pictures, from Python's `images` and from the server; of the latter none above rank 0.
+
+    Only rank 0 has the files and reads the tower.
+    """
+    from picture_requests import PATHS, body_of  # only this function needs the server
+    from served import serving, settings
+
+    from mlx_mtp.serve.follow import follow
+    from mlx_mtp.serve.server import Loaded, shared
+
+    loaded, first = Loaded(*mlx_mtp.load(path, tensor_group=group), {}, {}), group is None or group.rank() == 0
+    images = files if first else ["nowhere"] * len(files)
+    found = [mlx_mtp.generate(*loaded[:2], "What?", images=images, max_tokens=8, adaptive=False)]
+    if not first:
+        follow(shared(loaded, settings()))
+        assert not loaded.model.vision.is_read
+        return found
+    pictures = [Path(file).read_bytes() for file in files]
+    with serving(lambda: loaded) as client:
+        for parts in ([*pictures, "What?"], ["a", pictures[0]]):
+            body = {**body_of("chat", *parts), "temperature": 0}
+            found.append(client.post(PATHS["chat"], json=body).json()["choices"][0]["message"]["content"])
+    return found
 
 
 if __name__ == "__main__":

@@ -57,6 +57,14 @@ SHORTER = {
     "swiglu_limits_shared": [0, 0, 16],
 }
 
+# The first layer, and one with a window and experts.
+TWO_LAYERS = {
+    "num_hidden_layers": 2,
+    "moe_layers_enum": "1",
+    "swiglu_limits": [0, 7],
+    "swiglu_limits_shared": [0, 16],
+}
+
 
 def random_weights(config: dict, *, heads: int = 3, seed: int = 0, scale: float = 0.25) -> dict[str, mx.array]:
     """Return random tensors with the hub's names and zero-centred norms."""

@@ -9,6 +9,7 @@ from typing import Any
 from ...checkpoint.load import load_model
 from ...demo import demo_path
 from ...layers.port import Port
+from ...machine.paths import expanded
 from ..decode_tables import rows as loop_rows
 from ..decode_tables import settings
 from ..documents import MODEL, documents
@@ -43,7 +44,8 @@ def find_model(name: str | None = None, config: Path | None = None, *, on_chip: 
 
     name: one of MODELS, "demo", or a checkpoint's directory. Weights are not read.
     on_chip: of a checkpoint or config.json, count unquantized weights and caches in 16 bits, as on a Mac; otherwise
-    in the type that they have on this machine. Raises a one-line ValueError for any other name, or name and config.
+    in the type that they have on this machine. Raises a one-line ValueError for any other name, for name and config
+    together, for a family without a port, and for a checkpoint or config.json that cannot be read.
     """
     width = 2 if on_chip else None
     if config is not None:
@@ -54,7 +56,7 @@ def find_model(name: str | None = None, config: Path | None = None, *, on_chip: 
     name = MODEL if name is None else name
     if known := _known(name, MODELS):
         return FloorSubject(known, "released, 4 bits", MODELS[known])
-    path = demo_path() if name == DEMO else Path(name).expanduser()
+    path = demo_path() if name == DEMO else expanded(name)
     if not path.is_dir():
         raise ValueError(
             f"model={name}: neither a directory nor a known model; allowed are {', '.join((*MODELS, DEMO))}"
@@ -151,14 +153,16 @@ def assumed_of(subject: FloorSubject, block: Sequence[float], heads: Sequence[fl
 def nearest(found: Found, context: int) -> list[Found]:
     """Return a result's times at its measured context nearest to `context`.
 
-    Raises ValueError if that differs by more than NEAR (256) tokens and more than a tenth of `context`.
+    Raises ValueError if the nearest one differs by more than NEAR (256) tokens and more than a tenth of `context`,
+    and as `times`.
     """
     taken = times(found)
     known = list(dict.fromkeys(time["context"] for time in taken))
     near = min(known, key=lambda other: abs(other - context))
     if abs(near - context) > max(NEAR, context / 10):
         tokens = ", ".join(map(str, known))
-        raise ValueError(f"context={context}: bench {found['bench']} was measured at {tokens} tokens")
+        near = "give a context near one of these"
+        raise ValueError(f"context={context}: bench {found['bench']} was measured at {tokens} tokens; {near}")
     return [time for time in taken if time["context"] == near]
 
 
@@ -175,7 +179,8 @@ def times(found: Found) -> list[Found]:
     names = "context", "phase", "rows", "side", "seconds"
     lines: list[Found] = [dict(zip(names, line, strict=True)) for line in taken(found)]
     if not lines:
-        raise ValueError(f"measured: bench {found['bench']} has no times of several tokens with caches in 16 bits")
+        what = "no times of several tokens with unquantized caches; give one that has them"
+        raise ValueError(f"measured: this result of bench {found['bench']} has {what}")
     return [line | {"drafts": line["rows"] - 1} for line in lines]
 
 

@@ -260,10 +260,13 @@ def of_op(op: Op, at: PassShape, chip: Chip) -> PassCosts:
 
 
 def op_seconds(costs: PassCosts, chip: Chip, form: str = FORM) -> np.ndarray:
-    """Return the predicted seconds of each operation, times its `count`, without launches; form: one of FORMS."""
+    """Return the predicted seconds of each operation, times its `count`, without launches. form: as in `seconds`."""
     return costs.count * FORMS[form](costs.nbytes / chip.bandwidth, costs.instructions / chip.rate)
 
 
 def seconds(costs: PassCosts, chip: Chip, form: str = FORM) -> float:
-    """Return the predicted seconds of a pass, including its launches; form: one of FORMS."""
+    """Return the predicted seconds of a pass, including its launches.
+
+    form: key in FORMS of the function that combines an operation's memory time and instruction time.
+    """
     return float(op_seconds(costs, chip, form).sum()) + costs.launches * LAUNCH

@@ -52,7 +52,10 @@ def kind_of(ops: tuple[Op, ...]) -> str:
 
 
 def _ops(model: Port, block: Any, window: Any, width: int) -> Iterator[Op]:
-    """Yield the operations of a module and its submodules."""
+    """Yield the operations of a module and its submodules.
+
+    window: that of its attention (None: all positions). width: bytes of an unquantized weight and of a cached value.
+    """
     modules: dict[str, Any] = dict(block.named_modules())
     for path, module in modules.items():
         yield from _mixer(model, module, window, width)
@@ -63,7 +66,7 @@ def _ops(model: Port, block: Any, window: Any, width: int) -> Iterator[Op]:
 
 
 def _mixer(model: Port, module: Any, window: Any, width: int) -> Iterator[Op]:
-    """Yield the operations of a module that mixes positions, except its projections."""
+    """Yield the operations of a module that mixes positions, except its projections. window, width: as in `_ops`."""
     kind = type(module)
     if kind in {*model.ATTENTION, *(head.attention for head in model.mtp if isinstance(head, EagleHead))}:
         form = Form.of(module)
@@ -80,7 +83,10 @@ def _mixer(model: Port, module: Any, window: Any, width: int) -> Iterator[Op]:
 
 
 def _experts(module: Any, block: Any, width: int) -> ExpertsOp:
-    """Describe a module with an MLP's matrices for all experts, inside the block that routes to it."""
+    """Return the ExpertsOp of a module with an MLP's matrices for all experts, inside the block that routes to it.
+
+    width: as in `_ops`. ValueError if the number of experts per token is unknown.
+    """
     made = [child for child in module.children().values() if isinstance(child, SWITCHES)]
     shapes = [_shape(child) for child in made]
     total, n, k = shapes[0]
@@ -108,7 +114,10 @@ def _shape(module: Any) -> tuple[int, int, int]:
 
 
 def _format(modules: Sequence[Any], width: int) -> tuple[float, float | None]:
-    """Return (fewest bits of a weight, the group size that explains all other bytes; None: not quantized)."""
+    """Return (fewest bits of a weight, the group size that explains all other bytes; None: not quantized).
+
+    width: as in `_ops`.
+    """
     quantized = [module.bits for module in modules if "scales" in module]
     if not quantized:
         return 8 * width, None
@@ -125,7 +134,8 @@ Ops = tuple[Op, ...]
 def gqa(h: int, heads: int, kv: int, dim: int, *, window: int | None = None, gate: int = 0) -> Ops:
     """Return the operations of attention and its projections for hidden size h.
 
-    dim: of a head. gate: rows added to the query projection for gates.
+    heads, kv: numbers of query and KV heads. dim: of a head. window: number of positions that are read, None: all.
+    gate: rows added to the query projection for gates.
     """
     queries = LinearOp("q", heads * dim + gate, h)
     keys_values = LinearOp("k", kv * dim, h), LinearOp("v", kv * dim, h)
@@ -150,7 +160,10 @@ def delta(h: int, key_heads: int, value_heads: int, dim: int = 128) -> Ops:
 
 
 def mla(h: int, heads: int, q_rank: int, rank: int, rope: int, nope: int, value: int) -> Ops:
-    """Return the operations of absorbed MLA with its projections; rope, nope, value: sizes of a head's parts."""
+    """Return the operations of absorbed MLA with its projections for hidden size h.
+
+    q_rank, rank: sizes of the compressed queries and of a latent row. rope, nope, value: sizes of a head's parts.
+    """
     queries = LinearOp("q_a", q_rank, h), LinearOp("q_b", heads * (nope + rope), q_rank)
     latent = LinearOp("kv_a", rank + rope, h), LinearOp("embed_q", heads * rank, nope)
     outputs = LinearOp("unembed_out", heads * value, rank), LinearOp("o", h, heads * value)

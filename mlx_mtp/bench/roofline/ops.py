@@ -181,7 +181,9 @@ class ModelOps:
         return 7 if self.recycled else min(7, len(self.drafts))
 
     def draft_passes(self, k: int) -> list[tuple[DraftHeadOps, int]]:
-        """Return the passes of draft heads for k drafts, one each, as (head, rows); ValueError above `max_drafts`.
+        """Return the passes of draft heads for k drafts, one per draft, as (head, rows).
+
+        ValueError for a k outside 0 to `max_drafts`.
 
         As in the decode loop, each of k depths reads the k + 1 rows of the last verify and the earlier drafts; a
         recycled head reads one more row for each further draft.
@@ -205,7 +207,10 @@ class ModelOps:
 
 
 def _formatted(part: Any, formats: dict[str, Any]) -> Any:
-    """Replace all fields of these names in a dataclass and in nested dataclasses."""
+    """Return a copy of a dataclass with all fields of these names replaced, also in dataclasses nested in it.
+
+    Of a tuple, return a tuple of such copies; any other value is returned unchanged.
+    """
     if isinstance(part, tuple):
         return tuple(_formatted(inner, formats) for inner in part)
     if not isinstance(part, Op | LayerOps | DraftHeadOps | ModelOps):

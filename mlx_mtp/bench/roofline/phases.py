@@ -40,7 +40,10 @@ class Bytes(NamedTuple):
 
 
 def floor_of(op: Op, rows: int, context: int, overlap: str, count: int = 1) -> Bytes:
-    """Return the minimum bytes that `count` such operations read over `rows` rows; a state is also written."""
+    """Return the minimum bytes that `count` such operations read over `rows` rows; a state is also written.
+
+    context: number of cached positions. overlap: of the rows' experts, one of OVERLAPS.
+    """
     match op:
         case LinearOp(name="lm_head"):
             return Bytes(head=count * op.nbytes)

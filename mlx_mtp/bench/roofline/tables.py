@@ -57,7 +57,7 @@ def summary(found: Found) -> list[str]:
 
 
 def floors_of(found: Found) -> dict[tuple[str, int], dict[str, dict[str, float]]]:
-    """Return a result's floor bytes, by kind, by (phase, rows) in the order of tables and then by overlap."""
+    """Return a result's floors: by (phase, rows), in the order of tables, a dict by overlap of bytes by kind."""
     index = {}
     for line in sorted(found["floors"], key=lambda line: (PHASES.index(line["phase"]), line["rows"])):
         index.setdefault((line["phase"], line["rows"]), {})[line["overlap"]] = line["bytes"]
@@ -215,7 +215,8 @@ def documents_table(found: Found, machine: str | None = MAC) -> Table:
 def same_work_table(found: Found) -> Table:
     """Return a table of predicted times with MLX, stock and ours, next to another engine's published speed-ups.
 
-    They are for the Mac that the engine was measured on, taken to be an M3 Ultra, and its contexts and drafts.
+    The predictions are for the Mac on which that engine was measured, taken to be an M3 Ultra, and for the engine's
+    contexts and numbers of drafts.
     """
     title = f"the same on an {CHIP}, predicted: MLX, 4 bits, caches in 16, {SHOWN_OVERLAP} routing"
     ours = [f"{side}: {name}" for side in (STOCK, OURS) for name in ("plain ms", "cycle ms", "speed-up")]

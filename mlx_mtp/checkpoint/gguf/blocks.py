@@ -45,9 +45,10 @@ def _nibbles(bytes_: np.ndarray) -> np.ndarray:
 
 
 def _one_scale(b: np.ndarray, bits: int, *, minimum: bool) -> Groups:
-    """Return blocks, uint8 [blocks, bytes], of Q4_0, Q4_1, Q5_0 or Q5_1 as groups.
+    """Return blocks, uint8 [blocks, bytes], of Q4_0, Q4_1, Q5_0 or Q5_1 as `Groups`.
 
-    A block has a scale, a minimum (in _1), 32 high bits (in Q5), and the low halves of codes.
+    A block has a scale, a minimum (in _1), 32 high bits (in Q5), and the low halves of codes. bits: 4 or 5. minimum:
+    whether blocks have one.
     """
     d, codes, begin = _half(b[:, :2]), _nibbles(b[:, -16:]), 4 if minimum else 2
     if bits == 5:
@@ -61,7 +62,7 @@ def _q8_0(b: np.ndarray) -> Groups:
 
 
 def _k(b: np.ndarray, bits: int) -> Groups:
-    """Return blocks, uint8 [blocks, bytes], of Q4_K or Q5_K as groups.
+    """Return blocks, uint8 [blocks, bytes], of Q4_K or Q5_K as `Groups`. bits: 4 or 5.
 
     A block has two float16 numbers, 6-bit factors of 8 scales and minima, high bits (in Q5), and the low halves of
     codes.

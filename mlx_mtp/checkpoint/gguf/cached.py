@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ...machine.paths import expanded
 from ...machine.progress import report_progress
 from ...machine.remembered import cache_directory
 from ..convert_writer import Progress
@@ -21,7 +22,7 @@ SAMPLES, SAMPLE = 256, 1 << 16
 
 def is_gguf(path: Any) -> bool:
     """Return whether a path ends in .gguf and is no directory; the file need not exist."""
-    return str(path).endswith(".gguf") and not Path(path).expanduser().is_dir()
+    return str(path).endswith(".gguf") and not expanded(path).is_dir()
 
 
 def find_checkpoint(path_or_repo: str | Path, revision: str | None = None, *, code: bool = False) -> Path:
@@ -63,7 +64,7 @@ def cached(
     with the plan and the directory before a transcoding; progress: with the bytes written, and all bytes. ValueError
     for a file that cannot be transcoded.
     """
-    options, path = options or Options(), Path(file).expanduser()
+    options, path = options or Options(), expanded(file)
     slug = "-".join(filter(None, (options.plan, "f32" * options.float32, options.dtype)))
     if config_from is not None:
         slug += "-" + hashlib.sha256(str(config_from).encode()).hexdigest()[:8]

@@ -10,6 +10,7 @@ from typing import Any
 from mlx_lm.utils import save_config
 
 from ...machine import atomic
+from ...machine.paths import expanded
 from ...models import find_port
 from .. import convert_writer as writer
 from ..build import read_port
@@ -142,7 +143,7 @@ def transcode(prepared: Prepared, path: str | Path, progress: writer.Progress | 
     With heads only, it writes neither config.json nor an index. ValueError if the directory is not empty, the disk
     has too little space, or the GGUF file contains NaN, infinity, or scales that its plan cannot store.
     """
-    began, new = time.monotonic(), Path(path).expanduser().resolve()
+    began, new = time.monotonic(), expanded(path).resolve()
     atomic.check_new(new)
     extra = prepared.tokenizer.files() if prepared.tokenizer else {}
     size = prepared.nbytes + sum(map(len, extra.values())) + sum(file.stat().st_size for file in prepared.copied)

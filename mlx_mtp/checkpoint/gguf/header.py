@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ...machine.errors import install
+from ...machine.paths import expanded
 from ...models.gguf.meta import shown
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
@@ -62,7 +63,7 @@ def read(file: str | Path) -> GGUFContents:
 
     Data are not read. ValueError for a missing or damaged file, or a missing part, or without the gguf package.
     """
-    path = Path(file).expanduser()
+    path = expanded(file)
     first = _read_one(path)
     files = _splits(path, first)
     if len(files) == 1:

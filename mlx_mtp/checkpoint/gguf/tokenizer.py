@@ -69,9 +69,10 @@ class _Vocabulary:
 
 
 def make_tokenizer(meta: Meta) -> Tokenizer:
-    """Return the tokenizer in a GGUF file's metadata; ValueError if it has none, or one that is not supported.
+    """Return the contents of a Hugging Face tokenizer's files, and its stop tokens, from a GGUF file's metadata.
 
-    It is built once to check it; no file is written.
+    Nothing is written; the tokenizer is built once as a check. ValueError if the metadata have no tokenizer, or one
+    that is not supported or cannot be built.
     """
     vocabulary = _read(meta)
     kind = vocabulary.get("ggml.model", str)

@@ -44,7 +44,8 @@ class Block(Drafter):
     def propose(self, frame: Frame, run: Run, k: int) -> Drafts:
         """Append all R rows of the run to the context; return k drafts after the newest tokens, NO_DRAFTS for k = 0.
 
-        The block begins at the target's position. Its rows overwrite rejected ones; those behind it are masked.
+        The block begins at the target's position. Its rows overwrite rejected rows of the run; rejected rows behind
+        the block are masked.
         """
         model, cache, drafts = frame.model, frame.cache, NO_DRAFTS
         context = self.context(model, run.hidden)

@@ -84,13 +84,13 @@ class Drafter(Protocol):
         ...
 
     def behind(self, cache: PromptCache) -> int:
-        """Return the number of rows that it must read before it drafts again; 0 while it follows the target."""
+        """Return the number of rows to read before the drafter drafts again; 0 while it follows the target."""
         return 0 if cache.live or not cache.heads else cache.pending_rows
 
     def read(self, model: Target, cache: PromptCache, tokens: Any, first: int, end: int, *, step: int) -> None:
         """Read positions first..end-1 from the cache's backlog of hidden rows, `step` rows at a time, unevaluated.
 
-        They leave the backlog, which starts at `first`, or with windows ends at end-1. tokens: [end + 1] or more.
+        The rows leave the backlog, which starts at `first`, or with windows ends at end-1. tokens: [end + 1] or more.
         """
         if not cache.heads or first >= end:
             return

@@ -66,7 +66,7 @@ class Heads(Drafter):
     def skip_to(self, cache: StepCache, first: int, rows: int) -> None:
         """Empty the heads' caches, which then read `rows` rows from position `first` on.
 
-        Depth j starts later than depth j-1, which it reads: by its window if there are rows enough, else by one row.
+        Depth j reads depth j-1, and starts later by the window of depth j-1, or by one row if there are too few rows.
         """
         exact = rows >= sum(kv.window for kv in cache.heads)
         for kv in cache.heads:

@@ -63,9 +63,9 @@ class HeadsAndBlock(Drafter):
         return drafts
 
     def read_rows(self, model: Target, cache: StepCache, hidden: mx.array, tokens: Any, first: int) -> None:
-        """Let both read the rows; heads with windows read at most the last `window_reach` of them.
+        """Let both read the rows; heads with windows read at most the last `window_reach` rows.
 
-        They read the same rows after a pause in a model without a block drafter.
+        The heads read the same rows after a pause in a model without a block drafter.
         """
         heads, block = self._split(cache)
         rows = hidden.shape[1]

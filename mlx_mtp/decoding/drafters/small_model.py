@@ -35,7 +35,7 @@ class SmallModel(Drafter):
     reads_hidden = False
 
     def __init__(self, small: Any, vocab_size: int, path: Path | None = None):
-        """small: a loaded port. path: its directory."""
+        """small: a loaded port. vocab_size: the target's. path: the port's directory."""
         self.small, self.vocab_size, self.path, self.windows = small, vocab_size, path, tuple(small.windows())
         self.NO_KV_BITS, self.head_dim = small.NO_KV_BITS, getattr(small.args, "head_dim", None)
 
@@ -64,7 +64,8 @@ class SmallModel(Drafter):
     def outputs(self, tokens: mx.array, caches: list[Any]) -> mx.array:
         """Append tokens [n, L] to the caches; return the small model's outputs [n, L, H].
 
-        Of more than MAX_ROWS, the last MAX_ROWS are a call of their own. Ids that it lacks become its last one.
+        Of more than MAX_ROWS tokens, the last MAX_ROWS are a call of their own. Ids that the small model lacks become
+        its last id.
         """
         own = self.small.vocab_size
         if own < self.vocab_size:
@@ -88,7 +89,7 @@ class SmallModel(Drafter):
     def read(self, model: Target, cache: PromptCache, tokens: Any, first: int, end: int, *, step: int) -> None:
         """Read the tokens of positions first..end-1, `step` at a time; `tokens[end]` is kept for the next run.
 
-        Their bytes are removed from the backlog. Nothing happens for a cache without the small model's.
+        The bytes of these rows leave the backlog. Nothing happens for a cache without caches of the small model.
         """
         if not cache.heads:
             return
@@ -104,7 +105,7 @@ class SmallModel(Drafter):
         cache.kept = [self._known(tokens[end : end + 1])[:, None]]
 
     def _known(self, tokens: Any) -> mx.array:
-        """Return tokens as an array [1, L]; ids that the small model lacks become its last one."""
+        """Return tokens as an array [1, L]; ids that the small model lacks become its last id."""
         return mx.array(np.minimum(tokens, self.small.vocab_size - 1), mx.int32)[None]
 
     def _begin(self, cache: PromptCache) -> None:

@@ -30,7 +30,8 @@ MISREAD = (TypeError, KeyError, AttributeError, ArithmeticError, RecursionError)
 class Normalized:
     """A config with the names that its family reads.
 
-    wrong: why the config cannot be read. unsupported: values that change logits and that the family cannot apply.
+    wrong: why the config cannot be read. unsupported: "name=value" for values that change logits and that the family
+    cannot apply.
     unread: other keys that the family does not read and that may change the model.
     """
 
@@ -51,7 +52,7 @@ class Normalized:
             )
 
     def warn(self, file: Path, stacklevel: int) -> None:
-        """Emit one warning that names the keys in `unread`, if there are any."""
+        """Emit one warning that names the keys in `unread`, if there are any; stacklevel: 1 for the caller's line."""
         if self.unread:
             family = f"the implementation of model_type {self.config['model_type']!r}"
             text = f"{file}: not read by {family}: {', '.join(self.unread)}; check that they do not change the model"
@@ -96,7 +97,7 @@ def _of_family(family: ModuleType, config: Config) -> Normalized:
 
 
 def with_overrides(config: Config, overrides: Config) -> Config:
-    """Return a copy of a config with a user's values, which also remove those inside the config's `rope_parameters`.
+    """Return a copy of a config with a user's values; those inside its `rope_parameters` are removed (`_without`).
 
     Overriding `rope_parameters` itself replaces it.
     """
@@ -138,7 +139,8 @@ def _normal(config: Config, read: set[str], args: Any) -> tuple[Config, Config]:
 def _spelled(config: Config, read: set[str]) -> Config:
     """Return the config with each value also under the family's name for it, if only another spelling is set.
 
-    Values in COMMON, and the type of weights, are also under those names.
+    Values with several spellings of which the first is in COMMON are also under that one; the type of the weights is
+    also under torch_dtype.
     """
     found = dict(config)
     for group in SPELLINGS:

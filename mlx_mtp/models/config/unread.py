@@ -97,10 +97,10 @@ def _windowed(config: Config) -> bool:
 
 
 def _as_transformers_has_it(model_type: str, known: Config) -> Config:
-    """Return all keys as transformers derives them from the known ones; empty if it lacks the family.
+    """Return all keys as transformers derives them from the known ones; {} if transformers lacks the family.
 
-    If it refuses the known ones, they are its defaults alone. An unread key with its derived value is harmless: the
-    family's implementation was written for these defaults.
+    If transformers refuses the known ones, its defaults alone are returned. An unread key with its derived value is
+    harmless: the family's implementation was written for these defaults.
     """
     from transformers import CONFIG_MAPPING  # seconds to import
 

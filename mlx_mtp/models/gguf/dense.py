@@ -90,7 +90,7 @@ def gemma3_config(meta: Meta) -> dict[str, Any]:
 def centred_norms(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
     """Return the change that subtracts from a norm's weights the 1 that converters add; none for other parameters.
 
-    mlx-lm's Gemma adds it again when it runs.
+    mlx-lm's Gemma adds the 1 again when it runs.
     """
     return Change(values=lambda w: w - np.float32(1)) if path.endswith("norm.weight") else NO_CHANGE
 

@@ -123,7 +123,10 @@ class Family:
 
 
 def _rank(order: list[str], match: re.Match | None) -> int:
-    """Return a tensor's position among those that are joined; match: of BLOCK, None for a tensor outside blocks."""
+    """Return the key by which tensors that are joined are sorted: the index of a tensor's name in `order`.
+
+    order: the names in `Family.block`; their number for other tensors. match: of BLOCK, None outside blocks.
+    """
     stem = match[2].rpartition(".")[0] if match else ""
     return order.index(stem) if stem in order else len(order)
 

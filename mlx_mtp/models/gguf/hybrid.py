@@ -130,8 +130,8 @@ def qwen35_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
 def next_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
     """Return `recurrent_changes`, or the change that orders the rows of in_proj_qkvz by key head.
 
-    Converters sort those rows by kind (q, k, v, z) and split them into two tensors; a layer with one tensor is
-    unsorted.
+    Converters sort those rows by kind (q, k, v, z) and split them into two tensors; a layer with one tensor, ssm_in,
+    has them by key head already.
     """
     layer = path.rpartition(".linear_attn.")[0].rpartition(".")[2]
     if path.endswith("in_proj_qkvz.weight") and f"blk.{layer}.ssm_in.weight" not in meta.shapes:
@@ -189,7 +189,7 @@ def nemotron_config(meta: Meta) -> dict[str, Any]:
     names = (("ssm_in", "M"), ("attn_q", "*"), ("ffn_up_exps", "E"), ("ffn_up", "-"))
     kinds = [next((k for n, k in names if f"blk.{i}.{n}.weight" in meta.shapes), "?") for i in range(meta.layers)]
     if "?" in kinds:
-        raise ValueError(f"{meta.file}: block {kinds.index('?')} is no Mamba2, attention, expert or MLP layer")
+        raise ValueError(f"{meta.file}: block {kinds.index('?')} has no tensor of Mamba2, attention, experts or MLP")
     conv_bias = any(name.endswith("ssm_conv1d.bias") for name in meta.shapes)
     found |= {
         "hybrid_override_pattern": "".join(kinds),

@@ -39,7 +39,7 @@ class Meta:
     """Metadata of one GGUF file: `file` for messages, all `values`, its tensors' shapes by name, the keys `read`.
 
     Methods take keys without the architecture's prefix. They return `default` for a missing key, and raise ValueError
-    without one. A number stored in float32 is returned as its shortest decimal, 1e-05 for 9.99999975e-06.
+    if no default is given. A number stored in float32 is returned as its shortest decimal, 1e-05 for 9.99999975e-06.
     """
 
     file: str
@@ -110,8 +110,8 @@ class Meta:
     def each(self, key: str, default: Any = REQUIRED) -> list[Any]:
         """Return one number per block: a stored list, or a single value repeated for every block, heads included.
 
-        A list is returned as it is: it needs at least one number per layer of the target and at most MOST_BLOCKS; it
-        may lack those of the heads. ValueError for a list of another length, a missing value without `default`, and
+        A list is returned as it is: it needs at least one number per layer of the target and at most MOST_BLOCKS; the
+        heads' numbers may be missing. ValueError for a list of another length, a missing value without `default`, and
         anything but finite numbers.
         """
         full = f"{self.architecture}.{key}"
@@ -122,8 +122,8 @@ class Meta:
         values = value if isinstance(value, np.ndarray | list) else [value] * self.blocks
         found = [_plain(v) for v in values] if self.layers <= len(values) <= MOST_BLOCKS else []
         if not found or not all(isinstance(v, int | float) and np.isfinite(v) for v in found):
-            expected = f"a finite number, or a list of {self.layers} to {MOST_BLOCKS} of them"
-            raise ValueError(f"{self.file}: metadata {full} is not {expected}")
+            expected = f"a finite number, or a list of {self.layers} to {MOST_BLOCKS} finite numbers"
+            raise ValueError(f"{self.file}: metadata {full}: expected {expected}")
         return found
 
     def refuse_unread(self) -> None:

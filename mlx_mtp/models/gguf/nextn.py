@@ -136,7 +136,7 @@ def _mla(meta: Meta, model_type: str) -> dict[str, Any]:
     )
     if key <= rope:
         name = "attention.key_length" + ("_mla" if meta.has("attention.key_length_mla") else "")
-        raise ValueError(f"{meta.file}: {name} is {key}; expected more than {rope}")
+        raise ValueError(f"{meta.file}: {name} is {key}; expected more than rope.dimension_count, {rope}")
     del found["head_dim"]
     return found | {
         "num_key_value_heads": found["num_attention_heads"],

@@ -18,7 +18,10 @@ UPPER, LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 
 
 def _cased(upper: str, lower: str, after: str) -> str:
-    """Return a regex of words, each ending where a capital follows a small letter; after: what may follow a word."""
+    """Return a regex of words, each ending where a capital follows a small letter.
+
+    upper, lower: contents of character classes. after: a regex of what a word may have behind it.
+    """
     before = r"[^\r\n\p{L}\p{N}]?"
     return rf"{before}[{upper}]*[{lower}]+{after}|{before}[{upper}]+[{lower}]*{after}"
 

@@ -36,9 +36,9 @@ def scaling(meta: Meta, **more: Any) -> dict[str, Any] | None:
 def from_factors(meta: Meta, factors: np.ndarray, base: float) -> dict[str, Any]:
     """Return the `rope_scaling` of Llama 3's kind that gives these factors, one for each rotated pair of features.
 
-    It keeps frequencies of short wavelengths, and divides those of long ones by its `factor`. In between the kept
-    share is a straight line in the inverse wavelength, which at least two factors there must fix. base: rope_theta.
-    ValueError if there are fewer than two in between, or no scaling gives the factors.
+    That scaling keeps frequencies of short wavelengths, and divides those of long wavelengths by its `factor`. In
+    between the kept share is a straight line in the inverse wavelength, which at least two factors there must fix.
+    base: rope_theta. ValueError if there are fewer than two in between, or no scaling gives the factors.
     """
     factor, pairs = float(factors.max()), len(factors)
     turns = max(base, 1e-9) ** (-np.arange(pairs) / pairs) / (2 * math.pi)  # per position

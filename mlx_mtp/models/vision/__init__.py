@@ -7,8 +7,8 @@ Tower(config): the tower as a module with features of `width` columns. `stages(p
     bytes of its temporary arrays; `sanitized(weights)` returns parameters by path for tensors by their own names.
     `embed` is set to the function that returns the language model's embeddings of tokens.
 Pixels(settings, config, path): what prepares pictures for the tower. `grid(height, width, most)` returns a picture's
-    size (1, h, w) in rows of the prompt, resized to at most `most` pixels (None: its own maximum) as far as the tower
-    allows; `patches(pixels, grid)` returns the tower's input.
+    size (1, h, w) in rows of the prompt, resized to at most `most` pixels (None: its own maximum), or to the smallest
+    size that the tower was trained on if that has more; `patches(pixels, grid)` returns the tower's input.
 find_mark(config): the id of the token that stands for a picture in a rendered chat template.
 find_written(config): the ids of all tokens that a chat template writes for a picture, with that one among them.
 Tower, Pixels and find_mark raise ValueError, KeyError, TypeError, AttributeError or ZeroDivisionError if config.json

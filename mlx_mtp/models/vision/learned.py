@@ -20,7 +20,10 @@ def interpolated(embed: Callable[[mx.array], mx.array], side: int, y: np.ndarray
 
 
 def _neighbours(places: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the indices of the entries below and above places on one axis, and the weights of those above."""
+    """Return the indices of the entries below and above places on one axis, and the weights of those above.
+
+    side: number of entries on the axis.
+    """
     low = np.minimum(places.astype(int), side - 1)
     return low, np.minimum(low + 1, side - 1), places - low
 

@@ -132,7 +132,7 @@ class Tower(nn.Module):
         return found
 
     def scratch(self, grid: tuple[int, int, int]) -> int:
-        """Return the estimated bytes of temporary arrays while a picture of this grid is encoded."""
+        """Return the estimated bytes of temporary arrays while a picture is encoded. grid: as in `stages`."""
         sizes, width = self._sizes, self.patch_embed.bias.dtype.size
         patches = grid[1] * grid[2] * sizes.spatial_merge_size**2
         pixels = 4 * sizes.in_channels * sizes.temporal_patch_size * sizes.patch_size**2

@@ -18,8 +18,8 @@ RELEASED = {
 class Pixels:
     """The image processor of a checkpoint.
 
-    settings: its preprocessor_config.json; None for the values of released checkpoints. path: unused. ValueError
-    without Pillow, and for settings that do not fit the tower.
+    settings: its preprocessor_config.json; None for the values of released checkpoints. config: its config.json.
+    path: unused. ValueError without Pillow, and for settings that do not fit the tower in config.json.
     """
 
     def __init__(self, settings: dict[str, Any] | None, config: dict, path: Path | None = None):

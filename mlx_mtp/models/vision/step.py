@@ -143,7 +143,10 @@ class Tower(nn.Module):
         return found
 
     def scratch(self, grid: tuple[int, int, int]) -> int:
-        """Return the estimated bytes of temporary arrays while a picture is encoded, one view at a time."""
+        """Return the estimated bytes of temporary arrays while a picture is encoded, one view at a time.
+
+        grid: (1, 1, rows), the picture's number of rows of the prompt.
+        """
         sizes, width = self._sizes, self.conv1.weight.dtype.size
         patches = (sizes.image_size // sizes.patch_size) ** 2
         return patches * (STATES * sizes.width + sizes.inner) * width + grid[2] * self.width * width
@@ -151,7 +154,8 @@ class Tower(nn.Module):
     def stages(self, views: Views, grid: tuple[int, int, int]) -> Iterator[mx.array]:
         """Yield, unevaluated, the state after every few layers of each view, and last the features of the picture.
 
-        They are [rows, H], with the marks' embeddings in their places. Each view's features are yielded, too.
+        The features are [rows, H], with the marks' embeddings in their places. Each view's features are yielded, too.
+        views: from `Pixels.patches`. grid: unused.
         """
         rows = []
         for pixels in views.pixels:

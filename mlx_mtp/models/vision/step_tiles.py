@@ -47,8 +47,9 @@ class Views(NamedTuple):
 class Pixels:
     """Cuts, resizes and normalizes pictures.
 
-    settings: preprocessor_config.json, None for the released values. path: directory of the tokenizer. ValueError
-    without Pillow, for sizes of views that do not fit the tower, or if the tokenizer lacks one of MARKS.
+    settings: preprocessor_config.json, None for the released values. config: config.json, whose vision_config has the
+    tower's sizes. path: directory of the tokenizer. ValueError without Pillow, for sizes of views that do not fit the
+    tower, or if the tokenizer lacks one of MARKS.
     """
 
     def __init__(self, settings: dict[str, Any] | None, config: dict, path: Path):
@@ -68,7 +69,8 @@ class Pixels:
     def grid(self, height: int, width: int, most: int | None = None) -> tuple[int, int, int]:
         """Return (1, 1, rows): the number of rows in a prompt, with marks, for a picture of this size in pixels.
 
-        most: maximum number of pixels of all views; a picture that needs more has no tiles, only the overview.
+        most: maximum pixels of tiles and overview together; a picture that needs more has no tiles. The overview
+        keeps its size, which may exceed `most`: the model was trained on no other.
         """
         plan = self._plan(width, height)
         if most is not None and plan.across * plan.down * self._tile**2 + self._size**2 > most:

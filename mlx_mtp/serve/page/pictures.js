@@ -6,31 +6,44 @@ const MOST_BYTES = 20e6, MOST_PICTURES = 20;
 const tray = find("tray");
 let pictures = [], sees = true;  // sees: the model reads pictures
 
-function readFile(file) {
-  return new Promise((resolve, reject) => {
+/** Return the data: URL of a file; "" if it cannot be read or is no picture that the browser decodes. */
+async function readFile(file) {
+  const url = await new Promise(resolve => {
     const reader = new FileReader();
     reader.onload = () => resolve(reader.result);
-    reader.onerror = () => reject(reader.error);
+    reader.onerror = () => resolve("");
     reader.readAsDataURL(file);
   });
+  const probe = new Image();
+  probe.src = url;
+  return probe.decode().then(() => url, () => "");
+}
+
+/** Return the number of pictures in the conversation, those of the next message included. */
+function countPictures() {
+  return messages.reduce((count, message) => count + (message.pictures?.length ?? 0), pictures.length);
 }
 
 /** Return why a file is not added, "" if it can be. */
 function refusal(file) {
   if (!sees) return "this model reads text only";
   if (!KINDS.includes(file.type)) return "allowed are PNG, JPEG, WEBP and GIF";
-  if (file.size > MOST_BYTES) return "it is larger than 20 MB";
-  return pictures.length < MOST_PICTURES ? "" : `a message has at most ${MOST_PICTURES} pictures`;
+  if (file.size > MOST_BYTES) return "allowed are 20 MB";
+  return countPictures() < MOST_PICTURES ? "" : `a conversation has at most ${MOST_PICTURES} pictures`;
 }
 
 async function addFiles(files) {
-  find("notice").textContent = "";
+  const refused = new Map();  // the names of files by reason
   for (const file of files) {
-    const why = refusal(file);
-    if (why) find("notice").textContent = `${file.name || "The picture"} was not added: ${why}.`;
-    else pictures.push(await readFile(file).catch(() => null));
+    let why = refusal(file);
+    const url = why ? "" : await readFile(file);
+    if (url) pictures.push(url);
+    else why ||= "the file is damaged";
+    if (why) refused.set(why, [...refused.get(why) ?? [], file.name || "The picture"]);
   }
-  setPictures(pictures.filter(Boolean));
+  const lines = [...refused].map(([why, names]) => `${names.join(", ")} ${names.length > 1 ? "were" : "was"} not added: ${why}.`);
+  find("notice").textContent = lines.join("\n");
+  setPictures(pictures);
 }
 
 /** Replace the pictures of the next message and show them above the box. */
