@@ -44,7 +44,7 @@ class Group:
 
 @pytest.fixture(scope="module")
 def both_of_two(tmp_path_factory):
-    """Run two functions in the same two processes, whose start costs most; return (path, results[, files]) of each."""
+    """Run two functions in the same two processes, whose start costs most; return each one's path and results."""
     folder = tmp_path_factory.mktemp("two")
     paths = rank_cases.write(folder, "step3p5"), str(seeing.build(folder / "seeing")[0])
     files = [folder / f"{seed}.png" for seed in range(2)]
