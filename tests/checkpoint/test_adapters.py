@@ -24,13 +24,13 @@ def test_the_text_is_that_of_the_adapted_model(tmp_path, name):
     else:
         path, _, plain = families.build(name, tmp_path / "model")
     make_tokenizer()._tokenizer.save_pretrained(path)
-    before = tiny.greedy(plain, PROMPT, 12)
+    before = tiny.greedy(plain, PROMPT, 6)
     linear_to_lora_layers(plain, ADAPTER["num_layers"], ADAPTER["lora_parameters"])
     mx.random.seed(1)
     weights = {n: mx.random.normal(a.shape) * 0.3 for n, a in tree_flatten(plain.parameters()) if "lora" in n}
     plain.load_weights(list(weights.items()), strict=False)
     plain.eval()
-    expected = tiny.greedy(plain, PROMPT, 12)
+    expected = tiny.greedy(plain, PROMPT, 6)
     assert expected != before
     adapter = tmp_path / "adapter"
     adapter.mkdir()
@@ -38,5 +38,5 @@ def test_the_text_is_that_of_the_adapted_model(tmp_path, name):
     (adapter / "adapter_config.json").write_text(json.dumps(ADAPTER))
     model, _ = mlx_mtp.load(path, adapter_path=str(adapter))
     for k in {0, min(3, model.max_draft_tokens)}:
-        steps = mlx_mtp.generate_step(PROMPT, model, max_tokens=12, num_draft_tokens=k, adaptive=False)
+        steps = mlx_mtp.generate_step(PROMPT, model, max_tokens=6, num_draft_tokens=k, adaptive=False)
         assert [token for token, _, _ in steps] == expected

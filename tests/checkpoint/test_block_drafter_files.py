@@ -31,8 +31,14 @@ def refused(target, drafter, match, **options):
     assert "\n" not in str(error.value)
 
 
+@pytest.fixture(scope="module")
+def plain(target):
+    """The target's text without drafts."""
+    return text(mlx_mtp.load_model(target, mtp=False), 0)
+
+
 def text(model, k=4):
-    return [t for t, _, _ in mlx_mtp.generate_step(PROMPT, model, max_tokens=12, num_draft_tokens=k, adaptive=False)]
+    return [t for t, _, _ in mlx_mtp.generate_step(PROMPT, model, max_tokens=6, num_draft_tokens=k, adaptive=False)]
 
 
 def nested(config: dict, **changes) -> dict:
@@ -125,14 +131,14 @@ def test_foreign_directories(tmp_path, target):
     refused(target, path, "block drafters have no 'fuse'; allowed is capture", mtp_overrides={"fuse": "he"})
 
 
-def test_nothing_is_left_of_a_drafter_that_is_refused(tmp_path, target):
+def test_nothing_is_left_of_a_drafter_that_is_refused(tmp_path, target, plain):
     model = mlx_mtp.load_model(target, draft_model=block_drafters.save(tmp_path / "d", C))
-    before, drafter = text(model, 0), model.drafter
-    assert text(model) == before
+    drafter = model.drafter
+    assert text(model) == text(model, 0) == plain
     assert model.max_draft_tokens == 15
     model.drafter = None
     assert (model.max_draft_tokens, model.taps, "drafter" in model) == (0, (), False)
-    assert text(model, 0) == before
+    assert text(model, 0) == plain
     assert drafter.most == 15
 
 
@@ -159,21 +165,21 @@ COUNTS = [
 
 
 @pytest.mark.parametrize(("config", "changes", "drafts", "anchored"), COUNTS)
-def test_how_many_rows_draft(tmp_path, target, config, changes, drafts, anchored):
+def test_how_many_rows_draft(tmp_path, target, plain, config, changes, drafts, anchored):
     model = mlx_mtp.load_model(target, draft_model=block_drafters.save(tmp_path, {**config, **changes}))
     assert (model.max_draft_tokens, model.drafter.net.shape.anchored) == (drafts, anchored)
-    assert text(model, drafts) == text(model, 0)
+    assert text(model, drafts) == plain
 
 
 @pytest.mark.parametrize("kind", ["gated", "rnn"])
-def test_other_markov_heads(tmp_path, target, kind):
+def test_other_markov_heads(tmp_path, target, plain, kind):
     config = {**SPARK, "markov_head_type": kind}
     w, rank = block_drafters.weights(config), 6
     name, rows, columns = {"gated": ("gate_proj", 1, 1), "rnn": ("joint_proj", 3, 2)}[kind]
     w[f"markov_head.{name}.weight"] = mx.random.normal((rows * rank, columns * rank + 32), key=mx.random.key(0))
     w[f"markov_head.{name}.bias"] = mx.ones(rows * rank)
     model = mlx_mtp.load_model(target, draft_model=tiny.save(tmp_path, config, w))
-    assert text(model) == text(model, 0)
+    assert text(model) == plain
 
 
 def test_float16_targets_have_drafters_in_float32(tmp_path, target):
@@ -197,7 +203,7 @@ def test_quantized_drafters_on_devices_without_bfloat16(tmp_path, target, monkey
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_converted_drafters(tmp_path, target, kind):
+def test_converted_drafters(tmp_path, target, plain, kind):
     """Matrices in 8 bits; codebooks, convolutions, norms and what fuses inputs as they were."""
     released = block_drafters.save(tmp_path / "released", KINDS[kind])
     mlx_mtp.convert(released, tmp_path / "mlx", quantize=True, q_group_size=32, q_bits=8)
@@ -206,7 +212,7 @@ def test_converted_drafters(tmp_path, target, kind):
     assert {"layers.0.self_attn.q_proj", "layers.1.mlp.up_proj"} <= packed
     wide = ("fc", "conv", "selector", "markov_w1", "confidence")
     assert not [path for path in packed if any(part in path for part in wide)]
-    assert text(model) == text(model, 0)
+    assert text(model) == plain
 
 
 def test_inspect_and_report(tmp_path, target):

@@ -58,7 +58,7 @@ def test_experts_are_missing(broken, part):
     if not experts:
         pytest.skip("the heads have no experts")
     prefix = re.match(r".*\.experts\.", experts[0])[0]
-    for number in (1, 3):
+    for number in sampled([3], (1, 3)):
         expected = rf"tensor {re.escape(prefix)}{number}\.\w+_proj\.weight is missing; (each expert|the rest) "
         assert re.search(expected, broken.message(broken.without(lambda n, e=number: n.startswith(f"{prefix}{e}."))))
         one = broken.message(broken.without(lambda n, e=number: n == f"{prefix}{e}.down_proj.weight"))
@@ -122,13 +122,13 @@ def test_nothing_but_zeros_or_nan(broken):
         UserWarning, match=r"model\.safetensors: MTP depth 0 holds only zeros, expected trained weights"
     ):
         mlx_mtp.load_model(broken.path)
-    for pattern in (r"(eh_proj|fc|input_proj)\.weight$", r"\.o_proj", r"(final_layernorm|norm)\.weight$"):
+    patterns = r"(eh_proj|fc|input_proj)\.weight$", r"(final_layernorm|norm)\.weight$", r"\.o_proj"
+    for pattern, (value, words) in paired(patterns, [(0.0, "only zeros"), (float("nan"), "NaN")]):
         name = broken.first(pattern)
-        for value, words in ((0.0, "only zeros"), (float("nan"), "NaN")):
-            if not value and broken.zero_centred and "norm" in name:
-                continue  # stands for ones
-            damaged = {**broken.weights, name: mx.full(broken.weights[name].shape, value)}
-            assert f"tensor {name} holds {words}, expected trained weights" in broken.message(damaged)
+        if not value and broken.zero_centred and "norm" in name:
+            continue  # stands for ones
+        damaged = {**broken.weights, name: mx.full(broken.weights[name].shape, value)}
+        assert f"tensor {name} holds {words}, expected trained weights" in broken.message(damaged)
 
 
 @in_families(3)
@@ -154,13 +154,13 @@ def test_tensors_that_no_head_has(broken):
 def test_more_or_fewer_heads_than_declared(broken):
     text = broken.config.get("text_config", broken.config)
     field = "mtp_num_hidden_layers" if "mtp_num_hidden_layers" in text else "num_nextn_predict_layers"
-    found = mlx_mtp.load_model(broken.path).report.heads
+    found = mlx_mtp.load_model(broken.path, lazy=True).report.heads
     for declared in (0, found + 4):
         text[field] = declared
         tiny.save(broken.path, broken.config, broken.weights)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            report = str(mlx_mtp.load_model(broken.path).report)
+            report = str(mlx_mtp.load_model(broken.path, lazy=True).report)
         assert f"{found} of {declared} declared" in report
         expected = f"tensors of {found} MTP heads found, config.json declares {declared}"
         messages = [str(w.message) for w in caught if "agrees with the target" not in str(w.message)]

@@ -56,7 +56,9 @@ def checkpoints(tmp_path_factory):
 
 
 def parameters(path, **options):
-    return dict(tree_flatten(mlx_mtp.load_model(path, **options).parameters()))
+    found = dict(tree_flatten(mlx_mtp.load_model(path, lazy=True, **options).parameters()))
+    mx.eval(found)  # before a test changes the files
+    return found
 
 
 def names_of_heads(name: str, weights: dict) -> set[str]:
@@ -106,8 +108,8 @@ def packed_of_heads(before: dict) -> set[str]:
 
 
 ROUND_TRIPS = [(n, b) for n in NAMES for b in BITS if n in FAMILIES or b == "4"]
-if not SWEEP:  # every other family in one of three formats, variants in 4 bits
-    ROUND_TRIPS = [(n, list(BITS)[FAMILIES.index(n) % 3] if n in FAMILIES else "4") for n in NAMES[::3]]
+if not SWEEP:  # every fourth family in one of three formats, variants in 4 bits
+    ROUND_TRIPS = [(n, list(BITS)[FAMILIES.index(n) % 3] if n in FAMILIES else "4") for n in NAMES[::4]]
 
 
 @pytest.mark.parametrize(("name", "bits"), ROUND_TRIPS)
@@ -162,8 +164,9 @@ def test_heads_in_shards_and_in_a_sidecar(checkpoints, tmp_path, name):
     assert (sidecar / "mtp.safetensors").exists()
     assert not (new / "mtp.safetensors").exists()
     target = {n: w for n, w in before.items() if not n.startswith("mtp.")}
-    wanted = decoded(mlx_mtp.load_model(path))
-    assert wanted[0] == text(mlx_mtp.load_model(path), 0)
+    source = mlx_mtp.load_model(path, lazy=True)
+    wanted = decoded(source)
+    assert wanted[0] == text(source, 0)
     for converted in (sidecar, new):
         model = mlx_mtp.load_model(converted)
         same(dict(tree_flatten(model.parameters())), before)
@@ -179,7 +182,7 @@ def test_heads_in_shards_and_in_a_sidecar(checkpoints, tmp_path, name):
 ONCE = ["qwen3_5_moe", "qwen3_next", "step3p5", "deepseek_v3", "nemotron_h"]
 
 
-@pytest.mark.parametrize("name", sampled(ONCE[1:3], ONCE))
+@pytest.mark.parametrize("name", sampled(ONCE[1:2], ONCE))
 def test_a_conversion_is_converted_to_itself(checkpoints, tmp_path, name):
     """Norms are not shifted again, experts not stacked again, and quantized modules stay the same."""
     path, _, before = checkpoints(name)

@@ -33,7 +33,7 @@ def same(a: dict, b: dict) -> bool:
     return a.keys() == b.keys() and all(mx.array_equal(a[name], b[name], equal_nan=True) for name in a)
 
 
-@profile(18)
+@profile(9)
 @given(data=st.data())
 def test_a_damaged_source(bases, tmp_path_factory, data):
     directory = tmp_path_factory.mktemp("case")

@@ -2,6 +2,7 @@
 
 import json
 
+import damage
 import families
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,7 +17,6 @@ from sweep import paired, sampled
 import mlx_mtp
 from mlx_mtp.checkpoint.convert import convert
 from mlx_mtp.checkpoint.convert_precision import Precision
-from mlx_mtp.demo import demo_path
 
 WHOLE = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32}  # so that groups of 32 fit
 
@@ -26,7 +26,7 @@ def stored(path) -> dict:
 
 
 def parameters(path) -> dict:
-    return dict(tree_flatten(mlx_mtp.load_model(path).parameters()))
+    return dict(tree_flatten(mlx_mtp.load_model(path, lazy=True).parameters()))
 
 
 def same(a: dict, b: dict) -> None:
@@ -52,10 +52,20 @@ FEW = (
 )
 
 
+@pytest.fixture(scope="module")
+def step(tmp_path_factory):
+    """A checkpoint with a tokenizer, whose matrices have rows of whole groups of 64, or of 32."""
+    sizes = ("hidden_size", "intermediate_size", "moe_intermediate_size", "share_expert_dim")
+    config = {**tiny.CONFIG, **dict.fromkeys(sizes, 64), "vocab_size": 13, "torch_dtype": "bfloat16"}
+    path = tiny.save(tmp_path_factory.mktemp("step"), config, tiny.random_weights(config))
+    damage.write_tokenizer(path)
+    return path
+
+
 @pytest.mark.parametrize("options", sampled(FEW, [*FEW, {"dtype": "float16"}, {"quantize": True}]), ids=str)
-def test_the_target_is_that_of_mlx_lms_conversion(tmp_path, options):
-    mlx_lm_convert(str(demo_path()), tmp_path / "theirs", **options)
-    convert(demo_path(), tmp_path / "ours", **options)
+def test_the_target_is_that_of_mlx_lms_conversion(step, tmp_path, options):
+    mlx_lm_convert(str(step), tmp_path / "theirs", **options)
+    convert(step, tmp_path / "ours", **options)
     ours, theirs = stored(tmp_path / "ours"), stored(tmp_path / "theirs")
     same(ours, theirs)
     index = [json.loads((tmp_path / who / "model.safetensors.index.json").read_text()) for who in ("ours", "theirs")]
@@ -85,8 +95,8 @@ def test_dequantized_again(tmp_path, name):
     assert "quantization" not in (tmp_path / "back" / "config.json").read_text()
 
 
-def test_quantized_modules_are_not_quantized_again(tmp_path):
-    convert(demo_path(), tmp_path / "4", quantize=True, mtp_q_bits=16)
+def test_quantized_modules_are_not_quantized_again(step, tmp_path):
+    convert(step, tmp_path / "4", quantize=True, mtp_q_bits=16)
     words = (
         "^quantize=True: nothing left to quantize in the target, whose matrices are already 4-bit affine g64, 8-bit"
     )

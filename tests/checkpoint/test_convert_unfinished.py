@@ -12,6 +12,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from layouts import in_shards, left
+from sweep import paired
 
 import mlx_mtp
 from mlx_mtp.checkpoint import convert_writer
@@ -71,15 +72,18 @@ def test_what_a_killed_run_left_counts_as_free(source, tmp_path, monkeypatch, al
 def test_two_runs_do_not_write_one_file(source, tmp_path):
     """The second run does not disturb the first."""
     new = tmp_path / "new.safetensors"
-    messages = []
+    messages, calls = [], []
 
     def again(done, total):
+        calls.append(done)
+        if len(calls) % 5 != 1:  # each try opens the source
+            return
         with pytest.raises(ValueError, match=r"new\.safetensors: another run is writing it; wait until") as caught:
             extract_heads(source, new)
         messages.append(str(caught.value))
 
     extract_heads(source, new, progress=again)
-    assert len(messages) > 10
+    assert len(messages) > 2
     extract_heads(source, tmp_path / "other.safetensors")
     assert new.read_bytes() == (tmp_path / "other.safetensors").read_bytes()
 
@@ -97,8 +101,10 @@ def test_a_full_disk_is_named(tmp_path):
         convert_writer.write({Path("/dev/full"): {"a": mx.zeros((9,))}}, lambda name, w: None)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device"), SystemExit(143)])
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+ERRORS = KeyboardInterrupt(), OSError(28, "No space left on device"), SystemExit(143)
+
+
+@pytest.mark.parametrize(("error", "share"), paired(ERRORS, [0.0, 0.5, 1.0]))
 def test_an_interrupted_run_leaves_nothing(source, tmp_path, error, share):
     def stop(done, total):
         if done >= share * total:

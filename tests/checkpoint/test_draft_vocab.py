@@ -72,7 +72,7 @@ def drafted(monkeypatch):
     return arrays
 
 
-def text(model, n=10, k=None, **options):
+def text(model, n=7, k=None, **options):
     return [
         t
         for t, _, _ in mlx_mtp.generate_step(
@@ -94,7 +94,7 @@ def test_the_text_is_the_targets_and_drafts_are_from_the_list(name, checkpoints,
     drafts = {t for drafts in tokens_of(drafted) for t in drafts}
     assert drafts <= set(LISTS[name])
     assert drafts
-    assert text(model, n=6, temp=0.9, seed=3) == text(whole, n=6, k=0, temp=0.9, seed=3)
+    assert text(model, n=4, temp=0.9, seed=3) == text(whole, n=4, k=0, temp=0.9, seed=3)
 
 
 @pytest.mark.parametrize("name", LISTS)
@@ -220,10 +220,10 @@ def test_a_saved_cache_fits_whatever_is_drafted_from(checkpoints, tmp_path):
         _, whole, truth, model = checkpoints(name)
         for one, following in ((whole, model), (model, whole)):
             cache = mlx_mtp.make_prompt_cache(one)
-            begun = text(one, n=5, prompt_cache=cache)
+            begun = text(one, n=4, prompt_cache=cache)
             mlx_mtp.save_prompt_cache(tmp_path / f"{name}.safetensors", cache)
             cache = mlx_mtp.load_prompt_cache(tmp_path / f"{name}.safetensors", following)
-            steps = mlx_mtp.generate_step(begun[-1:], following, max_tokens=5, prompt_cache=cache)
+            steps = mlx_mtp.generate_step(begun[-1:], following, max_tokens=3, prompt_cache=cache)
             assert begun + [token for token, _, _ in steps] == truth
     with pytest.raises(ValueError, match="another model"):
         mlx_mtp.load_prompt_cache(tmp_path / "step3p5.safetensors", checkpoints("mimo_v2_flash")[1])

@@ -12,7 +12,7 @@ import packed_kinds
 import pytest
 import tiny
 from drafters import HEADLESS
-from eagle_scratch import drafts_from_scratch
+from eagle_scratch import drafts_from_scratch, streams
 from oracle import Oracle, Spy
 from sweep import paired, sampled
 
@@ -64,7 +64,7 @@ def truth(drafted):
     model, plain = drafted
 
     def greedy(prompt):
-        return tiny.greedy(plain, list(prompt), 20, ours(model, list(prompt), 20, 0)[0])
+        return tiny.greedy(plain, list(prompt), 14, ours(model, list(prompt), 14, 0)[0])
 
     return functools.cache(greedy)
 
@@ -88,8 +88,8 @@ def of_targets(name: str, values: list, few: list | None = None):
 def test_greedy_equals_cacheless_forward(drafted, truth, length):
     mx.random.seed(length)
     prompt = mx.random.randint(0, V, (length,)).tolist()
-    for k in sampled((1, 6) if length > 1 else (0, 1), (0, 1, 6)):
-        assert ours(drafted[0], prompt, 20, k, prefill_step_size=11)[0] == truth(tuple(prompt)), f"k={k}"
+    for k in sampled((6,) if length > 1 else (0, 1), (0, 1, 6)):
+        assert ours(drafted[0], prompt, 14, k, prefill_step_size=11)[0] == truth(tuple(prompt)), f"k={k}"
 
 
 @of_targets("every", [3, 0, 4], ["llama_sliding", "qwen3_moe", "mimo_v2_flash"])
@@ -98,15 +98,15 @@ def test_right_wrong_and_partly_right_drafts(drafted, truth, monkeypatch, every)
     text = prompt + truth(tuple(prompt))
     wrong = set(range(36, len(text), every)) if every else set()
     monkeypatch.setattr(drafted[0], "drafter", Oracle(drafted[0], text, wrong))
-    tokens, stats = ours(drafted[0], prompt, 19, 4)
-    assert tokens == text[36:55]
+    tokens, stats = ours(drafted[0], prompt, 11, 4)
+    assert tokens == text[36:47]
     assert (stats.acceptance == [1.0] * 4) is (not wrong)
 
 
 @of_targets("stop", [(3, 4), (5, 9), (3, 1), (0, 1)], FEW)
 def test_stop_anywhere_save_and_continue(drafted, truth, tmp_path, stop):
     model, prompt, (k, stop) = drafted[0], LONG, stop
-    expected = truth(tuple(prompt))[: stop + 8]
+    expected = truth(tuple(prompt))[: stop + 5]
     cache = mlx_mtp.make_prompt_cache(model)
     steps = mlx_mtp.generate_step(
         prompt, model, num_draft_tokens=k, adaptive=False, prompt_cache=cache, max_tokens=20
@@ -116,9 +116,9 @@ def test_stop_anywhere_save_and_continue(drafted, truth, tmp_path, stop):
     mlx_mtp.save_prompt_cache(tmp_path / "cache.safetensors", cache)
     snapshot = cache.snapshot()
     for kept in (cache, mlx_mtp.load_prompt_cache(tmp_path / "cache.safetensors", model)):
-        assert ours(model, text[-1:], 8, 2, prompt_cache=kept)[0] == expected[stop:]
+        assert ours(model, text[-1:], 5, 2, prompt_cache=kept)[0] == expected[stop:]
     cache.rewind(snapshot)
-    assert ours(model, text[-1:], 8, 4, prompt_cache=cache)[0] == expected[stop:]
+    assert ours(model, text[-1:], 5, 4, prompt_cache=cache)[0] == expected[stop:]
 
 
 @pytest.mark.parametrize(("layout", "length"), paired(["midlayer", "speculators"], [1, 20]))
@@ -141,8 +141,11 @@ def test_drafts_equal_a_forward_from_scratch(tmp_path, monkeypatch, layout, leng
     text = prompt + ours(model, prompt, 24, 4, prefill_step_size=7)[0]
     found = spy.drafts(text)
     assert len(found) > 5
+    read = streams(plain, text, counts)
     for known, drafts in found:
-        assert drafts == drafts_from_scratch(plain, w, text[:known], 4, layer=layer, counts=counts, new=new)
+        assert drafts == drafts_from_scratch(
+            plain, w, text[:known], 4, layer=layer, counts=counts, new=new, read=read
+        )
 
 
 def test_where_the_target_is_read(tmp_path):
@@ -166,7 +169,7 @@ def test_where_the_target_is_read(tmp_path):
 def mistral(tmp_path_factory):
     """(checkpoint directory, a text by a cacheless forward)"""
     directory, plain = families.headless(tmp_path_factory.mktemp("mistral"), HEADLESS["mistral"])
-    return directory, tiny.greedy(plain, [1, 2, 3], 24)
+    return directory, tiny.greedy(plain, [1, 2, 3], 12)
 
 
 VARIANTS = ["own embedding", "full vocabulary", "shared LM head", "sliding", "quantized"]
@@ -197,8 +200,8 @@ def test_variants_draft_and_change_nothing(tmp_path, mistral, variant):
     assert ("head" in head) == (variant != "shared LM head")
     assert head.window == (6 if variant == "sliding" else None)
     assert hasattr(head.block.self_attn.q_proj, "bits") == (variant == "quantized")
-    for k in (2, 5):
-        assert ours(model, [1, 2, 3], 24, k)[0] == truth
+    for k in sampled([5], (2, 5)):
+        assert ours(model, [1, 2, 3], 12, k)[0] == truth
 
 
 PACKED = ("modelopt", "compressed", "awq", "fp8 rows")
@@ -219,7 +222,7 @@ def test_packed_drafters(tmp_path, mistral, name):
     packed, plain = (mlx_mtp.load_model(directory, draft_model=path) for path in paths)
     assert "scales" in packed.mtp[0].block.self_attn.q_proj
     assert packed.report.head_quantization.startswith(kind.formats)
-    (text, drafted), (_, expected) = (ours(model, [1, 2, 3], 24, 3) for model in (packed, plain))
+    (text, drafted), (_, expected) = (ours(model, [1, 2, 3], 12, 3) for model in (packed, plain))
     assert text == truth
     assert drafted.accepted == expected.accepted
 
@@ -227,17 +230,17 @@ def test_packed_drafters(tmp_path, mistral, name):
 def test_draws_do_not_depend_on_drafts(tmp_path):
     directory, _ = families.headless(tmp_path / "target", HEADLESS["qwen2"])
     model = mlx_mtp.load_model(directory, draft_model=drafters.save(tmp_path / "d", drafters.CONFIG, families.H))
-    texts = {tuple(ours(model, [1, 2, 3], 30, k, temp=1.0, seed=5)[0]) for k in (0, 1, 4)}
+    texts = {tuple(ours(model, [1, 2, 3], 16, k, temp=1.0, seed=5)[0]) for k in sampled((0, 4), (0, 1, 4))}
     assert len(texts) == 1
 
 
 def test_quantized_caches_have_a_size_each(tmp_path):
     directory, _ = families.headless(tmp_path / "target", {**HEADLESS["qwen3"], "head_dim": 64})
     model = mlx_mtp.load_model(directory, draft_model=drafters.save(tmp_path / "d", drafters.CONFIG, families.H))
-    plain = ours(model, [1, 2, 3], 20, 0, kv_bits=8, quantized_kv_start=0)[0]
-    assert ours(model, [1, 2, 3], 20, 3, kv_bits=8, quantized_kv_start=0)[0] == plain
+    plain = ours(model, [1, 2, 3], 8, 0, kv_bits=8, quantized_kv_start=0)[0]
+    assert ours(model, [1, 2, 3], 8, 3, kv_bits=8, quantized_kv_start=0)[0] == plain
     with pytest.raises(ValueError, match="=64: allowed for the head size 12 are none; leave out mtp_kv_bits"):
-        ours(model, [1, 2, 3], 20, 3, mtp_kv_bits=8)
+        ours(model, [1, 2, 3], 8, 3, mtp_kv_bits=8)
 
 
 def test_report(tmp_path):

@@ -46,7 +46,7 @@ def bases(tmp_path_factory):
     return Files((kind, {f.name: f.read_bytes() for f in path.iterdir()}) for kind, path in made.items())
 
 
-@profile(28)
+@profile(14)
 @given(data=st.data())
 def test_damage_is_said_in_one_line_or_does_no_harm(target, bases, tmp_path_factory, data):
     directory, expected = target

@@ -69,7 +69,7 @@ def run_case(bases, directory, draw) -> None:
         assert again.returncode == 0, again.stderr
 
 
-@profile(14)
+@profile(7)
 @given(data=st.data())
 def test_damage_is_a_one_line_error(bases, tmp_path_factory, data):
     directory = tmp_path_factory.mktemp("case")

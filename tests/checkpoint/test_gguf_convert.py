@@ -60,7 +60,7 @@ def test_weights_are_those_of_the_file(kind, tmp_path):
         plain = dequantized(file, tmp_path / "plain.gguf")
         transcode(prepare(file, Options(float32=True)), tmp_path / name)
         transcode(prepare(plain), tmp_path / f"{name}-plain")
-        ours, true = (values(mlx_mtp.load_model(tmp_path / n)) for n in (name, f"{name}-plain"))
+        ours, true = (values(mlx_mtp.load_model(tmp_path / n, lazy=True)) for n in (name, f"{name}-plain"))
         assert ours.keys() == true.keys()
         for path, w in true.items():
             assert np.array_equal(ours[path], w), path
@@ -120,7 +120,7 @@ def test_a_file_as_model_is_transcoded_once(step, tmp_path, cache):
     other = bytearray(step[3].read_bytes())
     other[-1] ^= 1
     (tmp_path / "other.gguf").write_bytes(other)
-    mlx_mtp.load_model(tmp_path / "other.gguf")
+    mlx_mtp.load_model(tmp_path / "other.gguf", lazy=True)
     assert len(list(cache.iterdir())) == 2
 
 
@@ -222,19 +222,19 @@ def apart(step, folder):
 def test_heads_in_a_file_of_their_own(step, tmp_path, cache):
     target, heads = apart(step, tmp_path)
     with pytest.warns(UserWarning, match="no MTP heads found"):
-        assert mlx_mtp.load_model(target).mtp == []
+        assert mlx_mtp.load_model(target, lazy=True).mtp == []
     model = mlx_mtp.load_model(target, mtp_path=heads)
     assert len(model.mtp) == 3
     transcode(prepare(step[3]), tmp_path / "whole")
-    for path, w in named(mlx_mtp.load_model(tmp_path / "whole")).items():
+    for path, w in named(mlx_mtp.load_model(tmp_path / "whole", lazy=True)).items():
         if path.startswith("mtp."):
             assert mx.array_equal(named(model)[path], w), path
     before = len(list(cache.iterdir()))
-    assert len(mlx_mtp.load_model(target, mtp_path=heads).mtp) == 3
+    assert len(mlx_mtp.load_model(target, mtp_path=heads, lazy=True).mtp) == 3
     assert len(list(cache.iterdir())) == before
     result = call("convert", "--gguf", target, "--mtp-path", heads, "--mlx-path", tmp_path / "new")
     assert result.returncode == 0, result.stderr
-    joined = mlx_mtp.load_model(tmp_path / "new")
+    joined = mlx_mtp.load_model(tmp_path / "new", lazy=True)
     assert len(joined.mtp) == 3
     assert all(mx.array_equal(w, named(joined)[path]) for path, w in named(model).items())
 
@@ -340,7 +340,7 @@ def test_activations(step, tmp_path):
         new = tmp_path / "new"
         prepared = prepare(source, options)
         transcode(prepared, new)
-        arrays = dict(tree_flatten(mlx_mtp.load_model(new).parameters()))
+        arrays = dict(tree_flatten(mlx_mtp.load_model(new, lazy=True).parameters()))
         assert arrays["model.norm.weight"].dtype == dtype
         scales = arrays["model.layers.0.self_attn.q_proj.scales"].dtype
         assert scales == (mx.float32 if options.float32 else mx.float16)

@@ -26,7 +26,7 @@ def drafted(model):
     """Return the greedy tokens with drafts, their log-probabilities, and the number of accepted drafts."""
     stats = mlx_mtp.Stats()
     options = {
-        "max_tokens": 8,
+        "max_tokens": 4,
         "logprobs": True,
         "num_draft_tokens": min(3, model.max_draft_tokens),
         "adaptive": False,
@@ -51,7 +51,7 @@ def test_families_without_heads(name, tmp_path):
         tensors["rope_freqs.weight"] = gguf_files.llama3_factors(scaling, config["head_dim"])
     file = gguf_files.write(tmp_path / "x.gguf", arch, metadata(arch, config, 0), tensors)
     transcode(prepare(file), tmp_path / "new")
-    ours, hub = (mlx_mtp.load_model(path) for path in (tmp_path / "new", directory))
+    ours, hub = (mlx_mtp.load_model(path, lazy=True) for path in (tmp_path / "new", directory))
     same_parameters(ours, hub)
     (tokens, found, _), (expected, logits, _) = drafted(ours), drafted(hub)
     assert tokens == expected
@@ -63,7 +63,7 @@ def test_loads_as_the_checkpoint_it_was_made_from(name, tmp_path):
     directory, config, weights = checkpoint(name, tmp_path / "hub")
     file = written(name, tmp_path / "x.gguf", config, weights)
     transcode(prepare(file), tmp_path / "new")
-    ours, hub = (mlx_mtp.load_model(path) for path in (tmp_path / "new", directory))
+    ours, hub = (mlx_mtp.load_model(path, lazy=True) for path in (tmp_path / "new", directory))
     same_parameters(ours, hub)
     (tokens, found, right), (expected, logits, rights) = drafted(ours), drafted(hub)
     assert (tokens, right) == (expected, rights)
@@ -110,7 +110,7 @@ def test_packed_types_decode_as_transcoded_ones(name, tmp_path):
     file = written(name, tmp_path / "x.gguf", config, weights, gguf_files.KINDS.IQ4_NL)
     for plan in ("packed", "affine"):
         transcode(prepare(file, Options(plan=plan, float32=True)), tmp_path / plan)
-    ours, theirs = (mlx_mtp.load_model(tmp_path / plan) for plan in ("packed", "affine"))
+    ours, theirs = (mlx_mtp.load_model(tmp_path / plan, lazy=True) for plan in ("packed", "affine"))
     kinds = {type(module).__name__ for module in ours.modules() if is_blocks(module)}
     assert {"BlockLinear"} < kinds
     assert not any(is_blocks(module) for module in theirs.modules())
@@ -142,7 +142,7 @@ def test_keys_and_values_in_one_tensor(tmp_path):
         tensors[f"blk.{layer}.attn_kv_b.weight"] = whole.reshape(-1, whole.shape[-1])
     file = gguf_files.write(tmp_path / "x.gguf", arch, metadata(arch, config, heads), tensors)
     transcode(prepare(file), tmp_path / "new")
-    same_parameters(*(mlx_mtp.load_model(path) for path in (tmp_path / "new", directory)))
+    same_parameters(*(mlx_mtp.load_model(path, lazy=True) for path in (tmp_path / "new", directory)))
 
 
 def test_fused_experts_and_projections(tmp_path):
@@ -159,4 +159,4 @@ def test_fused_experts_and_projections(tmp_path):
             tensors[f"blk.{layer}.ssm_in.weight"] = np.array(weights[name])
     file = gguf_files.write(tmp_path / "x.gguf", arch, metadata(arch, config, heads), tensors)
     transcode(prepare(file), tmp_path / "new")
-    same_parameters(*(mlx_mtp.load_model(path) for path in (tmp_path / "new", directory)))
+    same_parameters(*(mlx_mtp.load_model(path, lazy=True) for path in (tmp_path / "new", directory)))

@@ -47,7 +47,7 @@ def test_sizes_are_those_of_the_file_and_shown_before(coded):
 
 def test_weights_and_memory_are_those_of_the_file(coded, packed, tmp_path):
     transcode(prepare(dequantized(coded, tmp_path / "plain.gguf"), Options(float32=True)), tmp_path / "plain")
-    plain = dict(mlx_mtp.load_model(tmp_path / "plain").named_modules())
+    plain = dict(mlx_mtp.load_model(tmp_path / "plain", lazy=True).named_modules())
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     model = mlx_mtp.load_model(packed)
@@ -68,7 +68,7 @@ def test_a_conversion_keeps_the_formats(packed, tmp_path):
         warned = "weights in iq4_xs, q6_k are read by mlx_mtp, not by mlx-lm" in result.stderr
         assert warned is (options[0] == "--dtype")
     paths = packed, tmp_path / "--dtype", tmp_path / "--dequantize"
-    model, cast, dense = map(mlx_mtp.load_model, paths)
+    model, cast, dense = (mlx_mtp.load_model(path, lazy=True) for path in paths)
     tokens = mx.array([[1, 2]])
     assert cast(tokens).dtype == mx.bfloat16
     assert all(

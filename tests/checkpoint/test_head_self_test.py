@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 import tiny
 from mlx_lm.models.base import create_causal_mask
+from sweep import sampled
 
 import mlx_mtp
 from mlx_mtp.checkpoint import head_self_test
@@ -59,7 +60,7 @@ def test_draws_no_random_numbers(demo):
     assert mx.random.uniform().item() == expected
 
 
-@pytest.mark.parametrize("overrides", [{"fuse": "he"}, {"head": "shared"}])
+@pytest.mark.parametrize("overrides", sampled([{"fuse": "he"}], [{"fuse": "he"}, {"head": "shared"}]))
 def test_wrong_wiring_is_visible(overrides):
     with pytest.warns(UserWarning, match=r"the first head agrees with the target on .* of words; expect no speed-up"):
         mlx_mtp.load(demo_path(), mtp_overrides=overrides)

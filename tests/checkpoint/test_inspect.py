@@ -1,5 +1,6 @@
 """Test `mlx-mtp inspect`: the facts are those of a load, no weights are read, and damage is listed."""
 
+import functools
 import http.server
 import json
 import re
@@ -36,11 +37,17 @@ def wholes(tmp_path_factory):
     return {kind: make(kind) for kind in ("step3p5", "sharded", "plain", "qwen3_5")}
 
 
+@pytest.fixture(scope="module")
+def facts_of(wholes):
+    """Return the facts of one of the checkpoints."""
+    return functools.cache(lambda kind: inspect_checkpoint(wholes[kind][0]))
+
+
 @pytest.mark.parametrize("kind", ["step3p5", "sharded", "plain", "qwen3_5"])
 @pytest.mark.filterwarnings("ignore")
-def test_the_facts_are_a_loads(wholes, kind):
+def test_the_facts_are_a_loads(wholes, facts_of, kind):
     path, files = wholes[kind]
-    facts, report = inspect_checkpoint(path), mlx_mtp.load_model(path).report
+    facts, report = facts_of(kind), mlx_mtp.load_model(path, lazy=True).report
     assert facts.problems == ()
     assert (facts.family, facts.layers, facts.depths) == (report.family, report.layers, report.heads)
     assert (facts.target.loaded, facts.heads.loaded) == (report.target_bytes, report.head_bytes)
@@ -52,9 +59,9 @@ def test_the_facts_are_a_loads(wholes, kind):
     assert {"F32": facts.target.types["F32"] + facts.heads.types.get("F32", 0)} == sizes
 
 
-def test_growth_of_keys_and_values(wholes):
+def test_growth_of_keys_and_values(facts_of):
     """Bytes that 1,000 tokens add: float32 keys and values of every head of each layer without a window."""
-    step, glm = (inspect_checkpoint(wholes[kind][0]).memory for kind in ("step3p5", "sharded"))
+    step, glm = (facts_of(kind).memory for kind in ("step3p5", "sharded"))
     a_layer = 2 * 2 * 16 * 4 * 1000
     assert (step.kv, step.head_kv) == (a_layer, 0)
     assert (glm.kv, glm.head_kv) == (3 * a_layer, a_layer)
@@ -193,7 +200,7 @@ def test_the_problem_is_the_loaders_error(tmp_path, case):
     assert facts.target.tensors + facts.heads.tensors == len(weights)
 
 
-def test_facts_about_broken_files(wholes, tmp_path):
+def test_facts_about_broken_files(wholes, facts_of, tmp_path):
     _, files = wholes["sharded"]
     broken = {
         "config": {**files, "config.json": b"{"},
@@ -209,7 +216,7 @@ def test_facts_about_broken_files(wholes, tmp_path):
         found[name] = json.loads(result.stdout)
         assert result.stderr == f"error: {found[name]['problems'][0]}\n"
     assert [found[n]["family"] for n in found] == [None, "glm4_moe", "glm4_moe", "glm4_moe", None]
-    whole = inspect_checkpoint(wholes["sharded"][0])
+    whole = facts_of("sharded")
     assert found["config"]["target"]["tensors"] == whole.target.tensors + whole.heads.tensors
     assert (found["sidecar"]["depths"], found["sidecar"]["target"]["tensors"]) == (0, whole.target.tensors)
     assert 0 < found["shard"]["target"]["tensors"] < whole.target.tensors
@@ -264,6 +271,7 @@ def test_subtly_wrong_heads_are_found_by_their_norms(tmp_path, case):
     assert result.returncode == (case in ("NaN", "zeros", "a type that MLX does not read"))
     lines = [line for line in result.stdout.splitlines() if line.startswith(("warning", "problem"))]
     assert [line for line in lines if message and re.match(message, line)][:1] == lines[:1], lines
+    assert bool(lines) == bool(message)
     norms = re.search(r"norms +stored as they are used \(their means: (\d\.\d\d), (\d\.\d\d)\)", result.stdout)
     assert [round(float(mean)) for mean in norms.groups()] == [1, 2 if case == "shifted twice" else 1]
 

@@ -14,7 +14,7 @@ import mlx_mtp
 
 
 def parameters(path, config: dict, weights: dict) -> dict:
-    return dict(tree_flatten(mlx_mtp.load_model(tiny.save(path, config, weights)).parameters()))
+    return dict(tree_flatten(mlx_mtp.load_model(tiny.save(path, config, weights), lazy=True).parameters()))
 
 
 def same(a: dict, b: dict) -> bool:

@@ -18,14 +18,13 @@ HEAD = list(nemotron.heads(nemotron.CONFIG))
 def text(model, k: int = 2) -> list[int]:
     return [
         t
-        for t, _, _ in mlx_mtp.generate_step(
-            [1, 2, 3, 4, 5], model, max_tokens=12, num_draft_tokens=k, adaptive=False
-        )
+        for t, _, _ in mlx_mtp.generate_step([1, 2, 3, 4, 5], model, max_tokens=6, num_draft_tokens=k, adaptive=False)
     ]
 
 
-def parameters(model) -> dict[str, list]:
-    return {name: values.tolist() for name, values in tree_flatten(model.parameters())}
+def same_parameters(a, b) -> bool:
+    a, b = (dict(tree_flatten(model.parameters())) for model in (a, b))
+    return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and mx.array_equal(a[n], b[n]) for n in a)
 
 
 def stacked(weights: dict[str, mx.array], plain) -> dict[str, mx.array]:
@@ -44,9 +43,9 @@ def test_a_converted_checkpoint_is_as_good(tmp_path, name):
     assert any(".switch_mlp.fc1." in n and n.startswith("mtp.") for n in converted)
     assert not any(".experts." in n.replace(".shared_experts.", "") for n in converted)
     model, raw = (mlx_mtp.load_model(p) for p in (tiny.save(tmp_path / "converted", config, converted), path))
-    assert text(model) == tiny.greedy(plain, [1, 2, 3, 4, 5], 12, text(raw))
+    assert text(model) == tiny.greedy(plain, [1, 2, 3, 4, 5], 6, text(raw))
     assert model.spec == raw.spec
-    assert parameters(model) == parameters(raw)
+    assert same_parameters(model, raw)
 
 
 def test_a_quantized_checkpoint_decodes_the_same_with_drafts(tmp_path):
@@ -63,7 +62,7 @@ def test_a_quantized_checkpoint_decodes_the_same_with_drafts(tmp_path):
     model = mlx_mtp.load_model(tiny.save(tmp_path / "packed", config, packed))
     assert "8-bit affine g32" in model.report.target_quantization
     assert "8-bit affine g32" in model.report.head_quantization
-    assert text(model, 3) == text(model, 1) == text(model, 0)
+    assert text(model, 3) == text(model, 0)
 
 
 @pytest.mark.parametrize(("config", "tensors"), [("CONFIG", 270), ("LATENT", 1040)])

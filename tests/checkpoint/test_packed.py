@@ -51,7 +51,8 @@ def close(a: mx.array, b: mx.array) -> bool:
 def test_numbers_and_logits_are_the_files_own(tmp_path, family, name):
     """Numbers to the bit, in the target and the heads, with stacked experts; MLA's kv_b_proj is dequantized."""
     kind = KINDS[name]
-    packed, plain = (mlx_mtp.load_model(path) for path in write(tmp_path, family, linears(kind), kind.config))
+    path, unpacked = write(tmp_path, family, linears(kind), kind.config)
+    packed, plain = (mlx_mtp.load_model(each, lazy=True) for each in (path, unpacked))
     expected, found = dict(plain.named_modules()), 0
     for path, module in packed.named_modules():
         if "scales" in module:
@@ -102,7 +103,8 @@ def test_heads_and_experts_of_stacked_matrices(tmp_path):
 
     The norms' convention, which names such as ".scales" decide, is that of the unpacked checkpoint.
     """
-    weights = {name: np.array(w) for name, w in tiny.random_weights(tiny.CONFIG).items()}
+    of_step = {**tiny.CONFIG, "max_position_embeddings": 4096}
+    weights = {name: np.array(w) for name, w in tiny.random_weights(of_step).items()}
     expected, stored = dict(weights), {name: files.plain(w) for name, w in weights.items()}
     for name, w in weights.items():
         linear = name.endswith(("_proj.weight", "shared_head.output.weight")) and "eh_proj" not in name
@@ -123,9 +125,9 @@ def test_heads_and_experts_of_stacked_matrices(tmp_path):
             expected[name] = np.stack([f.numbers for f in found])
     layers = {"model.layers.1.moe.up_proj": {"quant_algo": "NVFP4", "group_size": 16}}
     config = {"quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}}
-    path = files.save(tmp_path / "packed", tiny.CONFIG, stored)
+    path = files.save(tmp_path / "packed", of_step, stored)
     (path / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}} | config))
-    plain = files.save(tmp_path / "plain", tiny.CONFIG, {name: files.plain(w) for name, w in expected.items()})
+    plain = files.save(tmp_path / "plain", of_step, {name: files.plain(w) for name, w in expected.items()})
     packed, model = mlx_mtp.load_model(path), mlx_mtp.load_model(plain)
     assert any(type(m) is ScaledSwitchLinear for m in packed.modules())
     assert type(packed.mtp[2].head) is ScaledLinear

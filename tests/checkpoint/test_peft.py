@@ -33,9 +33,12 @@ DENSE = {
 }
 
 
-def base(path, config=DENSE):
-    path, _ = families.headless(path, config)
-    return path, json.loads((path / "config.json").read_text()), dict(mx.load(str(path / "model.safetensors")))
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """(checkpoint directory, its config.json, its weights, its logits)"""
+    path, plain = families.headless(tmp_path_factory.mktemp("base"), DENSE)
+    weights = dict(mx.load(str(path / "model.safetensors")))
+    return path, json.loads((path / "config.json").read_text()), weights, plain(TOKENS)
 
 
 def pairs(weights: dict, names, rank=4, seed=0) -> dict:
@@ -75,13 +78,14 @@ def quiet(recwarn):
     """Ignore the warnings about models without heads."""
 
 
-def applied(tmp_path, config: dict, tensors: dict, scales: dict, **options) -> None:
-    """Return the logits of the adapted model and of the model with merged weights."""
-    path, text, weights = base(tmp_path / "base")
-    model = _adapted(load_model(path), save(tmp_path / "adapter", config, tensors, **options))
-    expected = load_model(tiny.save(tmp_path / "merged", text, merged(weights, tensors, scales)))
-    assert not mx.allclose(load_model(path)(TOKENS), expected(TOKENS), atol=1e-3)
-    assert mx.allclose(model(TOKENS), expected(TOKENS), rtol=1e-4, atol=1e-5)
+def applied(base, tmp_path, config: dict, tensors: dict, scales: dict, **options) -> None:
+    """Compare the logits of the adapted model with those of the model with merged weights."""
+    path, text, weights, plain = base
+    model = _adapted(load_model(path, lazy=True), save(tmp_path / "adapter", config, tensors, **options))
+    merger = tiny.save(tmp_path / "merged", text, merged(weights, tensors, scales))
+    expected = load_model(merger, lazy=True)(TOKENS)
+    assert not mx.allclose(plain, expected, atol=1e-3)
+    assert mx.allclose(model(TOKENS), expected, rtol=1e-4, atol=1e-5)
 
 
 def named(*kinds, layers=(0, 1, 2)) -> list[str]:
@@ -114,12 +118,12 @@ SCALED = {
 
 @pytest.mark.parametrize("rslora", [False, True])
 @pytest.mark.parametrize("case", SCALED)
-def test_ranks_and_scales(tmp_path, case, rslora):
+def test_ranks_and_scales(base, tmp_path, case, rslora):
     change, rank, alpha = SCALED[case]
     config = {name: value for name, value in {**BASE, **change, "use_rslora": rslora}.items() if value is not ...}
-    weights = base(tmp_path / "shapes")[2]
+    weights = base[2]
     scales = {name: alpha(name) / (math.sqrt(rank(name)) if rslora else rank(name)) for name in ALL}
-    applied(tmp_path, config, pairs(weights, ALL, rank), scales)
+    applied(base, tmp_path, config, pairs(weights, ALL, rank), scales)
 
 
 TARGETS = {
@@ -140,35 +144,35 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("case", TARGETS)
-def test_which_modules_a_config_means(tmp_path, case, recwarn):
+def test_which_modules_a_config_means(base, tmp_path, case, recwarn):
     change, names = TARGETS[case]
-    tensors = pairs(base(tmp_path / "shapes")[2], ALL)
-    applied(tmp_path, {**BASE, **change}, tensors, dict.fromkeys(names, 6 / 4))
+    tensors = pairs(base[2], ALL)
+    applied(base, tmp_path, {**BASE, **change}, tensors, dict.fromkeys(names, 6 / 4))
     assert any("not used" in str(w.message) for w in recwarn) == (len(names) < len(ALL))
 
 
 @pytest.mark.parametrize("begin", [BEGIN, "", "base_model.model.language_model."])
-def test_prefixes_of_names(tmp_path, begin):
+def test_prefixes_of_names(base, tmp_path, begin):
     """PEFT's prefix, none, and a vision wrapper's, whose vision adapters are not used."""
-    tensors = pairs(base(tmp_path / "shapes")[2], ALL)
-    applied(tmp_path, BASE, tensors, dict.fromkeys(ALL, 6 / 4), begin=begin)
+    tensors = pairs(base[2], ALL)
+    applied(base, tmp_path, BASE, tensors, dict.fromkeys(ALL, 6 / 4), begin=begin)
 
 
-def test_the_name_of_an_adapter_and_those_of_a_vision_tower(tmp_path, recwarn):
-    tensors = pairs(base(tmp_path / "shapes")[2], ALL)
+def test_the_name_of_an_adapter_and_those_of_a_vision_tower(base, tmp_path, recwarn):
+    tensors = pairs(base[2], ALL)
     stored = {name.replace(".weight", ".default.weight"): w for name, w in tensors.items()}
     for matrix in ("A", "B"):
         stored[f"model.visual.blocks.0.attn.q_proj.lora_{matrix}.weight"] = mx.ones((4, 4))
-    path, text, weights = base(tmp_path / "base")
+    path, text, weights, _ = base
     model = _adapted(load_model(path), save(tmp_path / "adapter", BASE, stored))
     expected = load_model(tiny.save(tmp_path / "merged", text, merged(weights, tensors, dict.fromkeys(ALL, 6 / 4))))
     assert mx.allclose(model(TOKENS), expected(TOKENS), rtol=1e-4, atol=1e-5)
     assert any("visual" in str(warning.message) for warning in recwarn)
 
 
-def test_a_quantized_target_stays_quantized(tmp_path):
+def test_a_quantized_target_stays_quantized(base, tmp_path):
     """The product of the quantized weights, plus the adapter's in full precision."""
-    path, text, weights = base(tmp_path / "base")
+    path, text, weights, _ = base
     plain = families.headless(tmp_path / "again", DENSE)[1]
     plain, config = quantize_model(plain, text, 32, 4)
     small = dict(tree_flatten(plain.parameters()))
@@ -209,13 +213,13 @@ def test_ports(tmp_path, name):
     expected = load_model(tiny.save(tmp_path / "merged", text, changed))
 
     def steps(of, drafts):
-        options = {"max_tokens": 8, "num_draft_tokens": drafts, "adaptive": False, "logprobs": True}
+        options = {"max_tokens": 4, "num_draft_tokens": drafts, "adaptive": False, "logprobs": True}
         return [(token, logprobs) for token, logprobs, _ in mlx_mtp.generate_step([1, 2, 3], of, **options)]
 
     ours, theirs = steps(model, 0), steps(expected, 0)
     assert [token for token, _ in ours] == [token for token, _ in steps(model, 1)] == [token for token, _ in theirs]
     assert all(mx.allclose(a, b, rtol=1e-3, atol=1e-4) for (_, a), (_, b) in zip(ours, theirs, strict=True))
-    plain = steps(load_model(path), 0)
+    plain = steps(load_model(path, lazy=True), 0)
     assert not mx.allclose(plain[0][1], theirs[0][1], atol=1e-2)
 
 
@@ -250,10 +254,10 @@ REFUSED = {
 }
 
 
-def refusal(tmp_path, config: dict, tensors: dict, message: str, **options) -> str:
-    path, _, _ = base(tmp_path / "base")
+def refusal(base, tmp_path, config: dict, tensors: dict, message: str, **options) -> str:
+    path = base[0]
     with pytest.raises(ValueError, match=message) as error:
-        _adapted(load_model(path), save(tmp_path / "adapter", config, tensors, **options))
+        _adapted(load_model(path, lazy=True), save(tmp_path / "adapter", config, tensors, **options))
     text = str(error.value)
     assert text.startswith(f"{tmp_path / 'adapter'}: no usable adapters (adapter")
     assert "\n" not in text
@@ -261,22 +265,21 @@ def refusal(tmp_path, config: dict, tensors: dict, message: str, **options) -> s
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_not_lora_is_refused_by_name(tmp_path, what):
+def test_what_is_not_lora_is_refused_by_name(base, tmp_path, what):
     change, more = REFUSED[what]
-    tensors = pairs(base(tmp_path / "shapes")[2], ALL) | {
-        name: np.ones(shape, np.float32) for name, shape in more.items()
-    }
-    refusal(tmp_path, {**BASE, **change}, tensors, re.escape(what))
+    tensors = pairs(base[2], ALL) | {name: np.ones(shape, np.float32) for name, shape in more.items()}
+    refusal(base, tmp_path, {**BASE, **change}, tensors, re.escape(what))
 
 
 @pytest.mark.parametrize("matrix", ["A", "B"])
-def test_other_ranks_and_shapes_name_the_module_and_both_shapes(tmp_path, matrix):
-    tensors = pairs(base(tmp_path / "shapes")[2], ALL)
-    text = refusal(tmp_path, {**BASE, "r": 8}, tensors, r"q_proj\.lora_A\.weight has shape \[4, 32\]; rank 8")
+def test_other_ranks_and_shapes_name_the_module_and_both_shapes(base, tmp_path, matrix):
+    tensors = pairs(base[2], ALL)
+    text = refusal(base, tmp_path, {**BASE, "r": 8}, tensors, r"q_proj\.lora_A\.weight has shape \[4, 32\]; rank 8")
     assert text.endswith("give [8, 32])")
     name = f"{ALL[-1]}.lora_{matrix}.weight"
     tensors[name] = tensors[name][:, :-1]
     refusal(
+        base,
         tmp_path,
         BASE,
         tensors,
@@ -285,23 +288,23 @@ def test_other_ranks_and_shapes_name_the_module_and_both_shapes(tmp_path, matrix
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_adapters_that_are_not_numbers(tmp_path, value):
-    tensors = pairs(base(tmp_path / "shapes")[2], ALL)
+def test_adapters_that_are_not_numbers(base, tmp_path, value):
+    tensors = pairs(base[2], ALL)
     tensors[f"{ALL[1]}.lora_B.weight"][3, 2] = value
-    refusal(tmp_path, BASE, tensors, rf"{ALL[1]}\.lora_B\.weight holds NaN or infinity")
+    refusal(base, tmp_path, BASE, tensors, rf"{ALL[1]}\.lora_B\.weight holds NaN or infinity")
 
 
 @pytest.mark.parametrize("change", [{"target_modules": ["nothing"]}, {"layers_to_transform": [9]}])
-def test_adapters_that_fit_nothing(tmp_path, change):
-    tensors = pairs(base(tmp_path / "shapes")[2], ALL)
-    refusal(tmp_path, {**BASE, **change}, tensors, "none of its tensors fits a module")
+def test_adapters_that_fit_nothing(base, tmp_path, change):
+    tensors = pairs(base[2], ALL)
+    refusal(base, tmp_path, {**BASE, **change}, tensors, "none of its tensors fits a module")
 
 
-def test_files_that_are_not_there(tmp_path):
-    text = refusal(tmp_path, BASE, {}, r"adapter_model\.safetensors: not found", file="adapters.safetensors")
+def test_files_that_are_not_there(base, tmp_path):
+    text = refusal(base, tmp_path, BASE, {}, r"adapter_model\.safetensors: not found", file="adapters.safetensors")
     assert "PEFT" in text
     (tmp_path / "adapter" / "adapter_model.bin").write_bytes(b"")
-    refusal(tmp_path, BASE, {}, r"\.bin files are not read", file="adapters.safetensors")
+    refusal(base, tmp_path, BASE, {}, r"\.bin files are not read", file="adapters.safetensors")
 
 
 OWN = {"fine_tune_type": "lora", "num_layers": 1, "lora_parameters": {"rank": 4, "scale": 2.0, "dropout": 0.0}}
@@ -319,14 +322,14 @@ MISFITS = {
 
 
 @pytest.mark.parametrize("case", MISFITS)
-def test_adapters_of_mlx_lm_that_do_not_fit(tmp_path, case):
+def test_adapters_of_mlx_lm_that_do_not_fit(base, tmp_path, case):
     shapes, message = MISFITS[case]
     tensors = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
-    refusal(tmp_path, OWN, tensors, message, begin="", file="adapters.safetensors")
+    refusal(base, tmp_path, OWN, tensors, message, begin="", file="adapters.safetensors")
 
 
-def test_adapters_that_change_nothing_are_a_warning(tmp_path):
-    path, _, weights = base(tmp_path / "base")
+def test_adapters_that_change_nothing_are_a_warning(base, tmp_path):
+    path, _, weights, _ = base
     tensors = {name: w * ("lora_A" in name) for name, w in pairs(weights, ALL).items()}
     with pytest.warns(UserWarning, match="change nothing"):
         _adapted(load_model(path), save(tmp_path / "adapter", BASE, tensors))

@@ -14,10 +14,12 @@ import pytest
 import rank_cases
 import rank_group
 import rank_worker
+import seeing
 import tiny
 from mlx.utils import tree_map
 from mlx_lm.models import llama
-from sweep import SWEEP, sampled, sweep
+from picture_requests import noise
+from sweep import SWEEP, paired, sampled, sweep
 
 import mlx_mtp
 from mlx_mtp.layers.scaled import SCALE, SCALED, ScaledLinear
@@ -40,9 +42,27 @@ class Group:
         return self._rank
 
 
-def check(n: int, folder, path: str, whole: str, atol: float | None = 1e-4) -> None:
-    """Compare all ways to decode on n ranks. whole: pattern of the weights that are not split; others are shared."""
-    mine, *others = rank_group.work(n, folder, "texts", path=path, few=not SWEEP)
+@pytest.fixture(scope="module")
+def both_of_two(tmp_path_factory):
+    """Run two functions in the same two processes, whose start costs most; return each one's path and results."""
+    folder = tmp_path_factory.mktemp("two")
+    paths = rank_cases.write(folder, "step3p5"), str(seeing.build(folder / "seeing")[0])
+    files = [folder / f"{seed}.png" for seed in range(2)]
+    for seed, file in enumerate(files):
+        file.write_bytes(noise(seed))
+    names = [str(file) for file in files]
+    options = {"path": paths[0], "few": not SWEEP}, {"path": paths[1], "k": 2, "files": names}
+    found = rank_group.work_all(2, folder, ("texts", options[0]), ("pictured", options[1]))
+    texts, pictured = zip(*found, strict=True)
+    return (paths[0], texts), (paths[1], pictured, names)
+
+
+def check(n: int, folder, path: str, whole: str, atol: float | None = 1e-4, found=None) -> None:
+    """Compare all ways to decode on n ranks. whole: pattern of the weights that are not split; others are shared.
+
+    found: results of the ranks; None runs them.
+    """
+    mine, *others = found or rank_group.work(n, folder, "texts", path=path, few=not SWEEP)
     assert all(rank == mine for rank in others)
     for kind, text in mine["texts"].items():
         assert text == mine["texts"]["seeded" if kind.startswith("seeded") else "plain"], kind
@@ -53,9 +73,30 @@ def check(n: int, folder, path: str, whole: str, atol: float | None = 1e-4) -> N
         assert size * (1 if re.search(whole, name) else n) == truth["bytes"][name], name
 
 
-@pytest.mark.parametrize("n", sampled([2], SPLIT))
-@pytest.mark.parametrize("name", sampled(["step3p5"], rank_cases.FAMILIES))
-def test_texts_and_rows_do_not_depend_on_drafts_and_ranks_agree(tmp_path, name, n):
+def test_texts_and_rows_do_not_depend_on_drafts_and_ranks_agree(both_of_two, tmp_path):
+    path, found = both_of_two[0]
+    check(2, tmp_path, path, WHOLE, found=found)
+
+
+def test_two_ranks_read_the_features_of_rank_0(both_of_two):
+    """Rank 0 alone opens and encodes pictures; texts on two ranks are those of one process, with and without drafts.
+
+    Pictures are given to the decoder, to Python's functions and in requests to the server.
+    """
+    path, (mine, other), names = both_of_two[1]
+    alone = rank_worker.pictured(path, None, 0, names)
+    assert mine["text"] == other["text"] == alone["text"]
+    assert "Picture" in mine["error"]
+    assert mine["error"] == other["error"]
+    assert mine["answers"] == alone["answers"]
+    assert other["answers"] == alone["answers"][:1]
+    assert len(set(alone["answers"])) == 3
+
+
+@sweep
+@pytest.mark.parametrize("n", SPLIT)
+@pytest.mark.parametrize("name", rank_cases.FAMILIES)
+def test_every_family_on_every_number_of_ranks(tmp_path, name, n):
     whole = WHOLE + (r"|[kv]_proj" if name == "qwen2" else "")  # its single key-value head is repeated
     check(n, tmp_path, rank_cases.write(tmp_path, name), whole)
 
@@ -93,8 +134,7 @@ def test_quantized_weights_are_split(tmp_path, n, dtype, atol):
     check(n, tmp_path, rank_cases.write_quantized(tmp_path / "model", dtype), WHOLE, atol)
 
 
-@pytest.mark.parametrize("kv_heads", [12, 1])
-@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize(("kv_heads", "bits"), paired([12, 1], [None, 4]))
 def test_parts_of_biased_linears_sum_to_the_whole(bits, kv_heads):
     """Each bias of a summed output is added once, and one key-value head is repeated on all ranks."""
     sizes = {"hidden_size": 96, "intermediate_size": 384, "head_dim": 32, "num_key_value_heads": kv_heads}
@@ -111,7 +151,7 @@ def test_parts_of_biased_linears_sum_to_the_whole(bits, kv_heads):
 
     x = mx.random.normal((1, 3, sizes["hidden_size"]), key=mx.random.key(1))
     expected = [np.array(module(x)) for module in modules(None)]
-    for n in SPLIT:
+    for n in sampled(SPLIT[1:], SPLIT):
         parts = [[np.array(module(x)) for module in modules(Group(n, rank))] for rank in range(n)]
         for whole, found in zip(expected, map(sum, zip(*parts, strict=True)), strict=True):
             assert np.allclose(found, whole, atol=1e-3 * np.abs(whole).max()), n

@@ -54,9 +54,12 @@ def streams(plain, tokens: list[int], counts) -> mx.array:
     return mx.concatenate([seen[i][0] for i in counts], axis=-1)
 
 
-def drafts_from_scratch(plain, w, tokens, k, *, layer, counts, new):
-    """Return k drafts after `tokens`; the target has read all but the last."""
-    aux = streams(plain, tokens[:-1], counts)
+def drafts_from_scratch(plain, w, tokens, k, *, layer, counts, new, read=None):
+    """Return k drafts after `tokens`; the target has read all but the last.
+
+    read: `streams` of a longer text that begins with these tokens.
+    """
+    aux = streams(plain, tokens[:-1], counts) if read is None else read[: len(tokens) - 1]
     if new:
         aux = rms(aux, w["input_norm.weight"])
         aux = mx.concatenate([rms(a, w[f"fc_norm.{i}.weight"]) for i, a in enumerate(mx.split(aux, 3, -1))], axis=-1)

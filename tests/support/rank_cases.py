@@ -23,6 +23,7 @@ STEP = {
     "num_attention_heads": 12,
     "num_attention_groups": 12,
     "attention_other_setting": OTHER,
+    "max_position_embeddings": 4096,
 }
 GQA = {**drafters.GQA, **HEADS, "num_hidden_layers": 3, "head_dim": 8}
 CHANGES = {

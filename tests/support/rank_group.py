@@ -51,7 +51,12 @@ def ended(ranks: list[subprocess.Popen], stdin: str = "", timeout: float = 120) 
 
 def work(n: int, folder: Path, name: str, **options) -> list:
     """Run a function of `rank_worker` on n ranks; return its result on each."""
-    argv = [sys.executable, str(WORKER), name, json.dumps(options)]
+    return [found for (found,) in work_all(n, folder, (name, options))]
+
+
+def work_all(n: int, folder: Path, *calls: tuple[str, dict]) -> list:
+    """Run functions of `rank_worker` in turn in the same n processes; return for each rank the results."""
+    argv = [sys.executable, str(WORKER), *(word for name, given in calls for word in (name, json.dumps(given)))]
     found = ended(start(n, folder, argv), timeout=900)
     for rank, (code, _, stderr) in enumerate(found):
         assert code == 0, f"rank {rank}: {stderr}"

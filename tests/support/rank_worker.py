@@ -1,4 +1,4 @@
-"""Run one function of this module as a rank in its own process; arguments: its name and its options as JSON."""
+"""Run functions of this module as a rank in its own process; arguments: their names and options, alternating."""
 
 import json
 import os
@@ -197,7 +197,7 @@ def answers_about(path: str, group, files: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    function, options = sys.argv[1:]
     group = mx.distributed.init() if "MLX_RANK" in os.environ else None
-    found = globals()[function](group=group, **json.loads(options))
+    calls = zip(sys.argv[1::2], sys.argv[2::2], strict=True)
+    found = [globals()[function](group=group, **json.loads(options)) for function, options in calls]
     sys.stdout.write(json.dumps(found))

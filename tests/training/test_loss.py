@@ -123,7 +123,7 @@ def test_checkpointing_changes_no_gradient(workshop):
 def test_the_measure_predicts_the_cycles_of_decoding(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "BLOCK", 1)
     model, prompt = mlx_mtp.load_model(demo_path(), kernels="off"), [3, 1, 4, 1, 5, 9, 2, 6]
-    steps = mlx_mtp.generate_step(mx.array(prompt), model, max_tokens=48, num_draft_tokens=3, adaptive=False)
+    steps = mlx_mtp.generate_step(mx.array(prompt), model, max_tokens=24, num_draft_tokens=3, adaptive=False)
     tokens, _, drafted = zip(*steps, strict=True)
     text = [*prompt, *map(int, tokens)]
     recording = Recording(tmp_path / "recording", {}, model.no_hidden().shape[-1])
