@@ -246,7 +246,7 @@ def check_vectors(model: Any, contents: Contents) -> None:
 
 
 def check_norms(model: Any, contents: Contents, raw: Raw) -> None:
-    """Warn about norms whose means suggest that +1 was not added, was added twice, or to some of a head's only."""
+    """Warn as `warn_of_unusual`; do nothing for a family whose norms are never stored zero-centred."""
     if model.ZERO_CENTRED is not None:
         warn_of_unusual(_stored(model, contents), raw, partial(origin, model, contents))
 

@@ -238,7 +238,7 @@ def _missing(port: ModuleType, path: Path, config: dict, contents: Contents) -> 
 
 
 def _layout(path: Path, header: Header, heads: Header) -> str:
-    """Return the files' writer and number, and the files of separate heads."""
+    """Return, as text, the files' writer and number, and the names of the files that contain heads only."""
     if not header:
         return "no tensors"
     trunk = {name: tensor for name, tensor in header.items() if name not in heads}

@@ -303,7 +303,7 @@ def _open_pixels(tower: TowerFiles, path: Path) -> Any:
 def _fingerprint(tower: TowerFiles) -> str:
     """Return a hexadecimal digest of the processor's settings, the tower's part of config.json, and the tensors.
 
-    Of these the names, shapes, types, and SAMPLED bytes from the beginning and the middle count.
+    Of the tensors, names, shapes, types, and SAMPLED bytes from the beginning and from the middle count.
     """
     facts = [tower.settings, {name: tower.config.get(name) for name in OF_CONFIG}]
     digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=32)
