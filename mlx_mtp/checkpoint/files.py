@@ -142,7 +142,7 @@ def local(path_or_repo: str | Path) -> Path | None:
         if path.is_dir():
             for inside in sorted(path.iterdir()):  # opening a pipe would block
                 if inside.exists() and not (inside.is_file() or inside.is_dir()):
-                    raise ValueError(f"{inside}: neither a file nor a directory")
+                    raise ValueError(f"{inside}: neither a file nor a directory; remove it from this directory")
             return path
         if path.exists():
             raise ValueError(f"{path}: not a directory; a checkpoint is a directory with config.json")

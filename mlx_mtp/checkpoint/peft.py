@@ -226,7 +226,7 @@ def _adapted(module: Any, path: str, pairs: dict[int | None, tuple[Pair, float]]
         return layer
     for pair, other in others:
         if pair.tensors["A"].shape[0] != rank or other != scale:
-            raise ValueError(f"{weights}: adapters of the experts of {path} have several ranks or scales")
+            raise ValueError(f"{weights}: adapters of the experts of {path} need one rank and one scale; they differ")
     layer = LoRASwitchLinear.from_base(module, r=rank, scale=scale)
     for kind, name in (("A", "lora_a"), ("B", "lora_b")):
         zeros, experts = mx.zeros_like(first.tensors[kind]), range(module.weight.shape[0])

@@ -257,7 +257,7 @@ def lazy_tower(tower: TowerFiles, width: int | None) -> nn.Module:
         module = tower.kind.Tower(tower.config)
         tower.kind.find_mark(tower.config)
         if width not in (module.width, None):
-            raise ValueError(f"its features have {module.width} columns, the model has {width}")
+            raise ValueError(f"its features have {module.width} columns, the model's hidden size is {width}")
     except MISBUILT as e:
         missing = "it lacks " if isinstance(e, KeyError) else ""
         raise ValueError(f"{source} ({missing}{first_line(e)})") from e

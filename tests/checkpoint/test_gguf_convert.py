@@ -203,7 +203,7 @@ def test_splits_that_name_each_other(step, tmp_path):
     second = tmp_path / "x-00002-of-00002.gguf"
     second.unlink()
     second.symlink_to(first)
-    with pytest.raises(ValueError, match="lacks split.no 1 and split.count 2"):
+    with pytest.raises(ValueError, match=r"lacks split\.no 1 and split\.count 2"):
         prepare(first)
 
 

@@ -109,7 +109,7 @@ def _splits(path: Path, first: GGUFContents) -> list[Path]:
             f"{path}: one of {count} splits; rename them to end in -00001-of-{count:05d}.gguf and so on, in order"
         )
     if missing := [file for file in files if not file.is_file()]:
-        raise ValueError(f"{missing[0]}: not found; {path.name} is one of {count} splits")
+        raise ValueError(f"{missing[0]}: not found; {path.name} is one of {count} splits, which are all needed")
     return files
 
 

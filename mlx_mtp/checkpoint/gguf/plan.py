@@ -208,7 +208,7 @@ def _groups(entries: tuple[Entry, ...], change: Change, options: Options, scales
     """Return the quantized format for the matrices of a parameter, None to store floating-point numbers.
 
     The result is None if a tensor has floating-point numbers, if values or the inside of groups of 32 change, if rows
-    are not whole groups, or if the tensors' types need different modes. scales: the type of an affine format's scales.
+    are not whole groups, or if the tensors' types need different modes. scales: type of an affine format's scales.
     """
     kinds = {entry.kind for entry in entries}
     if kinds & FLOATS.keys() or change.values is not None or entries[0].shape[-1] % GROUP:

@@ -121,7 +121,7 @@ def _with_heads(contents: GGUFContents, heads_from: str | Path | None) -> tuple[
         count = _meta(heads.files[0], heads.metadata, heads.tensors).heads
         blocks = {name: e for name, e in heads.tensors.items() if _block(name) >= trunk}
         if not blocks or not count:
-            raise ValueError(f"{heads.files[0]}: no MTP heads in it; expected nextn_predict_layers, and blk.{trunk}")
+            raise ValueError(f"{heads.files[0]}: no MTP heads in it; expected nextn_predict_layers and blk.{trunk}.*")
         arch = values.get("general.architecture")
         values |= {f"{arch}.nextn_predict_layers": count, f"{arch}.block_count": trunk + count}
         # Values by layer are longer in the heads' file.
