@@ -178,7 +178,10 @@ def _build(port: ModuleType, path: Path, contents: Contents, raw: Raw, config: d
 
 
 def _check_names(model: Any, contents: Contents) -> None:
-    """Raise ValueError for a trunk tensor without a module, such as one of a later layer, which mlx-lm would drop."""
+    """Raise ValueError for a trunk tensor that belongs to no module of the model, but for example to a later layer.
+
+    mlx-lm would drop such a tensor.
+    """
     modules = {path.rpartition(".")[0] for path in named(model)}
     known: set[str] = set()
     for name, tensor in contents.trunk.items():

@@ -148,8 +148,8 @@ def formats(model: nn.Module) -> dict[str, Format]:
 def listed(found: dict[str, Format]) -> dict[str, Any] | None:
     """Return config.json's "quantization": the target's usual format, and modules of other formats by path.
 
-    The usual one is the most frequent of MLX's own formats in the target or, without any, of block formats. None if
-    no module of the target is quantized, even if heads are.
+    The usual format is the most frequent of MLX's own formats in the target or, if it has none of these, of block
+    formats. None if no module of the target is quantized, even if heads are.
     """
     target = Counter(form for path, form in found.items() if not path.startswith("mtp."))
     if not target:

@@ -95,7 +95,7 @@ class Inspection:
         target; part: each one's bytes of the target (None: not split).
     buffers: estimated Metal buffers of the model and of a conversation of min(CONVERSATION, longest) tokens, which
         the server's prefix cache stores in its shortest chunks.
-    warnings: of the load and the other checks. problems: their errors; without any it loads.
+    warnings: of the load and the other checks. problems: their errors; without any problem, the checkpoint loads.
     """
 
     path: str

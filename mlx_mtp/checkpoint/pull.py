@@ -57,7 +57,7 @@ def planned(repo: str, revision: str | None = None, *, only_heads: bool = False)
     weight files if that returns None.
 
     ValueError, one line, if `repo` is an existing path, for a repository that cannot be read, and, with only_heads,
-    for one without heads.
+    for a repository without heads.
     """
     if expanded(repo).exists():
         raise ValueError(f"{repo}: already on this machine; give it to --model")
