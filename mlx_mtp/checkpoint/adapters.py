@@ -88,7 +88,10 @@ def check_apart(paths: Iterable[str | Path]) -> None:
 
 
 def _read_adapter(model: Any, name: str, adapter_path: str | Path) -> Adapter:
-    """Return the adapter in a directory, without a change of the model. ValueError as `load_adapters`."""
+    """Return the adapter in a directory; the model is the same afterwards. Warn of an adapter that changes nothing.
+
+    ValueError as `load_adapters`.
+    """
     path = expanded(adapter_path)
     if not (path / CONFIG).is_file():
         raise ValueError(f"adapter_path={adapter_path}: no {CONFIG} in it")

@@ -102,8 +102,8 @@ def _check_fits(model: Any, net: BlockNetwork, path: Path) -> None:
     shape, width, vocab = net.shape, model.no_hidden().shape[-1], model.vocab_size
     layers = model.args.num_hidden_layers
     if shape.hidden_size != width and not {"embed_tokens", "head"} <= net.keys():
-        needed = "an embedding and an LM head of its own"
-        raise ValueError(f"{path}: hidden_size {shape.hidden_size} is not the target's {width}, which needs {needed}")
+        needed = "so the drafter needs an embedding and an LM head of its own"
+        raise ValueError(f"{path}: hidden_size {shape.hidden_size} is not the target's {width}, {needed}")
     if shape.layers not in (None, layers):
         raise ValueError(f"{path}: made for a target of {shape.layers} layers; this one has {layers}")
     needs_all = shape.selector or shape.markov or ("embed_tokens" in net and not shape.frozen_embedding)

@@ -178,7 +178,10 @@ def _build(port: ModuleType, path: Path, contents: Contents, raw: Raw, config: d
 
 
 def _check_names(model: Any, contents: Contents) -> None:
-    """Raise ValueError for a trunk tensor without a module, such as one of a later layer, which mlx-lm would drop."""
+    """Raise ValueError for a trunk tensor that belongs to no module of the model, but for example to a later layer.
+
+    mlx-lm would drop such a tensor.
+    """
     modules = {path.rpartition(".")[0] for path in named(model)}
     known: set[str] = set()
     for name, tensor in contents.trunk.items():
@@ -246,7 +249,7 @@ def check_vectors(model: Any, contents: Contents) -> None:
 
 
 def check_norms(model: Any, contents: Contents, raw: Raw) -> None:
-    """Warn about norms whose means suggest that +1 was not added, was added twice, or to some of a head's only."""
+    """Warn as `warn_of_unusual`; do nothing for a family whose norms are never stored zero-centred."""
     if model.ZERO_CENTRED is not None:
         warn_of_unusual(_stored(model, contents), raw, partial(origin, model, contents))
 

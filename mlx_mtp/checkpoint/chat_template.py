@@ -113,7 +113,7 @@ def prompt_tokens(prefix: PromptPrefix, tokenizer: Any, text: str, vision: Any =
 def stable_tokens(prefix: PromptPrefix, tokenizer: Any, vision: Any = None) -> list[int]:
     """Return the first tokens of a saved prompt, as far as no text that follows is expected to change them.
 
-    They are the same in `prompt_tokens` with each of PROBES as the text, and for the prompt without its last runs.
+    `prompt_tokens` also begins with them for each of PROBES as the text, and for the prompt without its last runs.
     vision: as in `prompt_tokens`.
     """
     tokens = prompt_tokens(prefix, tokenizer, "", vision)

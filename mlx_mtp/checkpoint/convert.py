@@ -52,8 +52,8 @@ class Source:
     raw: whether the trunk's norms are stored zero-centred, and whether the heads' are. trained: by output name, two
     lazy bools of the source tensor: whether it contains NaN, and (of a head) a number other than zero.
     dtype: the type that the user chose, or that float16 scales of packed weights require; else None.
-    tower: the vision tower's files; None without one, for the reason in `blind`. apart: its tensors by name, which
-    are copied unchanged.
+    tower: the vision tower's files; None without a tower, for the reason in `blind`. apart: the tower's tensors by
+    name, which are copied unchanged.
     """
 
     path: Path
@@ -181,7 +181,7 @@ def _port(path: Path, config: dict[str, Any]) -> ModuleType:
 def _renewed(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
     """Return a config.json without quantization, its type replaced by `dtype` unless None, also in its text_config.
 
-    A config.json without a type gets none.
+    A config.json without a type gets no type.
     """
     kept = {name: value for name, value in config.items() if name not in ("quantization", "quantization_config")}
     kept |= {name: dtype for name in ("torch_dtype", "dtype") if dtype and name in kept}

@@ -47,7 +47,7 @@ PLAIN = {
 
 @dataclass(frozen=True)
 class Format:
-    """A quantization format of MLX."""
+    """A quantization format: MLX's, or one of BLOCK_FORMATS."""
 
     group_size: int
     bits: int
@@ -110,7 +110,7 @@ class Precision:
 
 
 def format_of(group_size: int | None, bits: int | None, mode: str = "affine", prefix: str = "") -> Format:
-    """Return a format, with the mode's first group size and bits for None; ValueError for others than MLX's.
+    """Return a format of MLX, with the mode's defaults for None; ValueError for others.
 
     prefix: of the arguments' names in the message.
     """
@@ -148,8 +148,8 @@ def formats(model: nn.Module) -> dict[str, Format]:
 def listed(found: dict[str, Format]) -> dict[str, Any] | None:
     """Return config.json's "quantization": the target's usual format, and modules of other formats by path.
 
-    The usual one is the most frequent of MLX's own formats in the target or, without any, of block formats. None if
-    no module of the target is quantized, even if heads are.
+    The usual format is the most frequent of MLX's own formats in the target or, if it has none of these, of block
+    formats. None if no module of the target is quantized, even if heads are.
     """
     target = Counter(form for path, form in found.items() if not path.startswith("mtp."))
     if not target:
@@ -182,7 +182,7 @@ def _quantize_target(model: Any, form: Format, recipe: str | None) -> int:
 def _quantize(module: nn.Module, form: Format, predicate: Callable[[str, nn.Module], bool | dict] | None) -> int:
     """Quantize submodules that `predicate` selects and whose rows are whole groups; return their number.
 
-    None selects all. Submodules without an implementation of quantization are left out.
+    predicate: None selects all. Submodules without an implementation of quantization are left out.
     """
 
     def chosen(path: str, m: Any) -> bool | dict:

@@ -28,7 +28,7 @@ Progress = Callable[[int, int], None]  # receives the bytes written, and all byt
 def shards(tensors: Tensors, limit: int = SHARD_BYTES) -> dict[str, Tensors]:
     """Return tensors by file, in order, with mlx-lm's file names; a file has at most `limit` bytes, or one tensor.
 
-    One file is "model.safetensors"; without tensors there are no files.
+    A single file is named "model.safetensors"; without tensors there are no files.
     """
     parts: list[Tensors] = []
     size = limit + 1

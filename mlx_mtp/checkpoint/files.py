@@ -142,7 +142,7 @@ def local(path_or_repo: str | Path) -> Path | None:
         if path.is_dir():
             for inside in sorted(path.iterdir()):  # opening a pipe would block
                 if inside.exists() and not (inside.is_file() or inside.is_dir()):
-                    raise ValueError(f"{inside}: neither a file nor a directory")
+                    raise ValueError(f"{inside}: neither a file nor a directory; remove it from this directory")
             return path
         if path.exists():
             raise ValueError(f"{path}: not a directory; a checkpoint is a directory with config.json")
@@ -153,9 +153,9 @@ def local(path_or_repo: str | Path) -> Path | None:
 
 
 def read_config(path: Path, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return config.json with normalised keys and generation_config.json's stop tokens; ValueError if damaged.
+    """Return config.json with normalised keys and generation_config.json's stop tokens.
 
-    overrides: values that replace the file's.
+    overrides: values that replace the file's. ValueError for a missing or damaged file, and as `checked_config`.
     """
     try:
         config = mlx_lm_utils.load_config(path)
@@ -176,7 +176,7 @@ def checked_config(config: Any, file: Path, overrides: dict[str, Any] | None = N
     """Return a config.json with normalised keys, after `overrides` have replaced values of it.
 
     ValueError, with the file's name, unless it is an object with a model_type, text_config and quantization_config
-    are objects, null or absent, and the numbers of layers and MTP heads are, or are integers in range.
+    are objects, null or absent, and the numbers of layers and MTP heads are null, absent, or integers in range.
     """
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ValueError(f"{file}: expected an object with a model_type")

@@ -70,8 +70,8 @@ def check_drafter_fits(model: Any, head: Any, path: Path) -> None:
     """
     size, head_size, vocab_size = model.model.norm.weight.size, head.norm.weight.size, model.args.vocab_size
     if head_size != size and not {"embed_tokens", "head"} <= head.keys():
-        needed = "an embedding and an LM head of its own"
-        raise ValueError(f"{path}: hidden_size {head_size} is not the target's {size}, which needs {needed}")
+        needed = "so the drafter needs an embedding and an LM head of its own"
+        raise ValueError(f"{path}: hidden_size {head_size} is not the target's {size}, {needed}")
     if "embed_tokens" in head and (rows := head.embed_tokens.weight.shape[0]) < vocab_size:
         raise ValueError(f"{path}: made for {rows} tokens, the target has {vocab_size}")
     if "head" in head:

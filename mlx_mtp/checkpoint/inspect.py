@@ -95,7 +95,7 @@ class Inspection:
         target; part: each one's bytes of the target (None: not split).
     buffers: estimated Metal buffers of the model and of a conversation of min(CONVERSATION, longest) tokens, which
         the server's prefix cache stores in its shortest chunks.
-    warnings: of the load and the other checks. problems: their errors; without any it loads.
+    warnings: of the load and the other checks. problems: their errors; without any problem, the checkpoint loads.
     """
 
     path: str
@@ -238,7 +238,7 @@ def _missing(port: ModuleType, path: Path, config: dict, contents: Contents) -> 
 
 
 def _layout(path: Path, header: Header, heads: Header) -> str:
-    """Return the files' writer and number, and the files of separate heads."""
+    """Return, as text, the files' writer and number, and the names of the files that contain heads only."""
     if not header:
         return "no tensors"
     trunk = {name: tensor for name, tensor in header.items() if name not in heads}

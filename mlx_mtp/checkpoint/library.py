@@ -73,8 +73,8 @@ def _downloaded(cache: Path) -> Iterator[Place]:
 def below(folder: Path, *, names: int, depth: int = DEEPEST) -> Iterator[Place]:
     """Yield a `Place` for each directory with a config.json, and each GGUF file, in a folder.
 
-    Its subfolders are searched down to `depth` levels, but not such a directory. GGUF files with "mmproj" in the
-    name, projectors of images, are left out. names: number of last path parts that make up a model's name.
+    Subfolders are searched down to `depth` levels, except directories with a config.json. GGUF files with "mmproj" in
+    the name, projectors of images, are left out. names: number of last path parts that make up a model's name.
     """
     for path in _entries(folder):
         name = "/".join(path.parts[-names:])

@@ -243,9 +243,10 @@ def _load(path: Path, config: dict, options: LoadOptions) -> Any:
 
 
 def _finish(model: Any, path: Path, tokenizer: Any, options: LoadOptions) -> None:
-    """Test the heads (now or later, not if lazy), reduce their vocabulary, enable kernels, wire, choose the chunk.
+    """Test the heads (now or later, not if lazy), reduce their vocabulary, enable kernels, and wire memory.
 
-    ValueError if a small model that drafts has other tokens.
+    The kernels and the prefill chunk are added to the report. ValueError if a small model that drafts has other
+    tokens than the target.
     """
     vocab, layout, lazy = options.vocab, options.budget.layout, options.lazy
     check_tokens(model, path, tokenizer, load_tokenizer)

@@ -149,9 +149,9 @@ def nan_codes(path: str, module: nn.Module) -> dict[str, mx.array]:
 
 
 def check_codes(model: nn.Module, place: Callable[[str], tuple[Any, str]], *, heads: bool) -> None:
-    """Raise ValueError for NaN in 8-bit scales or weights of the target, or of the heads.
+    """Raise ValueError for codes that `nan_codes` finds in a quantized module of the MTP heads, or outside of them.
 
-    place: as in `check_numbers`.
+    heads: whether the heads' modules are checked, or all others. place: as in `check_numbers`.
     """
     found: dict[str, mx.array] = {}
     for path, module in model.named_modules():

@@ -51,10 +51,12 @@ class Pair:
 
 
 def put_on(model: Any, file: str, config: dict[str, Any], weights: str, tensors: dict[str, mx.array]) -> None:
-    """Add a PEFT adapter's tensors to the model; warn of those for no target, an MTP head or a vision tower.
+    """Put mlx-lm's LoRA layers around the modules that a PEFT adapter changes.
 
-    file, weights: names of the files of `config` and `tensors`, for messages. ValueError if tensors do not fit the
-    model or the config, no tensor is left, or the kind of adapter is unsupported.
+    Warn of tensors that are not used, because the config does not select their module, or it is in an MTP head or in
+    another tower (vision, audio) that the model lacks. file, weights: names of the files of `config` and `tensors`,
+    for messages. ValueError if tensors do not fit the model or the config, no tensor is left, or the kind of adapter
+    is unsupported.
     """
     _check_config(config, file)
     modules = dict(model.named_modules())
@@ -119,7 +121,8 @@ def _pairs(tensors: dict[str, mx.array], weights: str) -> dict[str, Pair]:
 def _is_target(name: str, config: dict[str, Any], file: str) -> bool:
     """Return whether the config selects a module, as PEFT does, by name, exclusions and layers.
 
-    Without `target_modules`, and with "all-linear", every module that is not excluded is selected.
+    Without `target_modules`, and with "all-linear", every module that is not excluded is selected. ValueError for an
+    invalid regex.
     """
     targets = config.get("target_modules")
     if _matches(name, config.get("exclude_modules") or [], file):
@@ -223,7 +226,7 @@ def _adapted(module: Any, path: str, pairs: dict[int | None, tuple[Pair, float]]
         return layer
     for pair, other in others:
         if pair.tensors["A"].shape[0] != rank or other != scale:
-            raise ValueError(f"{weights}: adapters of the experts of {path} have several ranks or scales")
+            raise ValueError(f"{weights}: adapters of the experts of {path} need one rank and one scale; they differ")
     layer = LoRASwitchLinear.from_base(module, r=rank, scale=scale)
     for kind, name in (("A", "lora_a"), ("B", "lora_b")):
         zeros, experts = mx.zeros_like(first.tensors[kind]), range(module.weight.shape[0])

@@ -18,7 +18,8 @@ Raw = tuple[bool, bool]  # whether the trunk's norms are stored zero-centred, an
 def parameters_of(model: Any, contents: Contents, path: Path, raw: Raw, weights: dict) -> Tensors:
     """Return the model's parameters by path, lazy, made by the port from the checkpoint's tensors.
 
-    weights: mlx-lm's argument, ignored. ValueError if a tensor that the port stacks or splits is missing.
+    The model's modules that are stored in block formats are replaced to load them. raw: parts whose norms get +1 (see
+    `Raw`). weights: mlx-lm's argument, ignored. ValueError if a tensor that the port stacks or splits is missing.
     """
     made = {name for module, weight in contents.packed.items() for name in weight.header(module)}
     parts = ({} if contents.alone else contents.trunk, contents.heads)

@@ -53,10 +53,11 @@ class Download:
 def planned(repo: str, revision: str | None = None, *, only_heads: bool = False) -> Download:
     """Return what `fetch` downloads with the same options. Weights are not read, only headers.
 
-    only_heads: only the files that contain MTP heads, and the small ones, such as config.json.
+    only_heads: only the small files, such as config.json, and the weight files that `files_of_heads` returns, or all
+    weight files if that returns None.
 
     ValueError, one line, if `repo` is an existing path, for a repository that cannot be read, and, with only_heads,
-    for one without heads.
+    for a repository without heads.
     """
     if expanded(repo).exists():
         raise ValueError(f"{repo}: already on this machine; give it to --model")

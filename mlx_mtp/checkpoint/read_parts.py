@@ -68,7 +68,10 @@ def _is_rows(stored: list[StoredTensor], part: mx.array, ranks: int) -> bool:
 
 
 def _read_rows(stored: list[StoredTensor], part: mx.array, ranks: Ranks) -> mx.array:
-    """Return this rank's rows of the stored tensors, in the shape and type of `part`, which is not computed."""
+    """Return this rank's rows of the stored tensors, in the shape and type of `part`, which is not computed.
+
+    ValueError for a truncated file.
+    """
     kind = TYPES[stored[0].tensor.dtype]
     size = math.prod(part.shape[-2:]) * kind.size
     read = np.empty((len(stored), math.prod(part.shape[:-2]) // len(stored), size), np.uint8)

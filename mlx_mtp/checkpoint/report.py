@@ -170,7 +170,7 @@ def lm_heads(heads: Any) -> str:
 def quantization(modules: Mapping[str, nn.Module]) -> str:
     """Return the quantization formats of modules, each with its number of modules, as text.
 
-    Without any it is "not quantized", with the type of the first matrix.
+    Without quantized modules, the text is "not quantized", with the type of the first matrix, if there is one.
     """
     quantized: Any = [m for m in modules.values() if hasattr(m, "bits")]
     kinds = Counter(f"{m.bits}-bit {getattr(m, 'mode', 'affine')} g{m.group_size}" for m in quantized)

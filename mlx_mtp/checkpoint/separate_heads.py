@@ -28,8 +28,8 @@ def read_separate_heads(port: ModuleType, layers: int, mtp_path: str | Path) -> 
 
     Of a checkpoint's directory (with config.json), or a file model*.safetensors in it, only heads' tensors are
     returned, and if there are some of `tune-heads --new`, only these; ValueError if it has none. Of mlx-vlm's
-    drafters and other files, such as sidecars, all tensors are, unchecked; ValueError if there is no file, or a
-    damaged one.
+    drafters and other files, such as sidecars, all tensors are returned, unchecked; ValueError if there is no
+    file, or a damaged one.
     """
     given, spec = expanded(mtp_path), port.Model.SPEC
     if is_split(given):

@@ -155,7 +155,7 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
     seen: dict[Any, str] = {}
     for name, place in places.items():
         if (first := seen.setdefault(place, name)) != name:  # a prefix can have two spellings
-            both = f"tensors {first} and {name} are the same one of a head; expected one of them"
+            both = f"tensors {first} and {name} stand for the same tensor of a head; expected one of the two"
             raise ValueError(f"{heads[name].file}: {both}")
     depths = {depth for depth, _ in places.values()}
     if missing := set(range(len(depths))) - depths:

@@ -257,7 +257,7 @@ def lazy_tower(tower: TowerFiles, width: int | None) -> nn.Module:
         module = tower.kind.Tower(tower.config)
         tower.kind.find_mark(tower.config)
         if width not in (module.width, None):
-            raise ValueError(f"its features have {module.width} columns, the model has {width}")
+            raise ValueError(f"its features have {module.width} columns, the model's hidden size is {width}")
     except MISBUILT as e:
         missing = "it lacks " if isinstance(e, KeyError) else ""
         raise ValueError(f"{source} ({missing}{first_line(e)})") from e
@@ -303,7 +303,7 @@ def _open_pixels(tower: TowerFiles, path: Path) -> Any:
 def _fingerprint(tower: TowerFiles) -> str:
     """Return a hexadecimal digest of the processor's settings, the tower's part of config.json, and the tensors.
 
-    Of these the names, shapes, types, and SAMPLED bytes from the beginning and the middle count.
+    Of the tensors, names, shapes, types, and SAMPLED bytes from the beginning and from the middle count.
     """
     facts = [tower.settings, {name: tower.config.get(name) for name in OF_CONFIG}]
     digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=32)

@@ -62,7 +62,7 @@ class Stored:
     def warn(self, stacklevel: int) -> None:
         """Warn about unused files, absent tensors and unreadable trunk files; sidecars are not reported.
 
-        The caller has checked that the model needs none of them.
+        The caller has checked that the model needs none of them. stacklevel: of `warnings.warn`, in the caller.
         """
         texts = [*self.notes, *(f"{error}; the output does not depend on it" for error in self.unread.values())]
         if self.absent:

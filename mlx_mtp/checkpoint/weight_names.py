@@ -76,7 +76,7 @@ def read_index(path: Path, notes: list[str] | None = None) -> dict[str, str]:
     for file in files:
         parts = PurePosixPath(file).parts if isinstance(file, str) else ()
         if not parts or ".." in parts or parts[0] == "/" or "\0" in file:
-            raise ValueError(f"{index}: {file!r} is no file of this directory")
+            raise ValueError(f"{index}: {file!r} is not the name of a file inside this directory")
     return listed
 
 

@@ -97,9 +97,7 @@ def test_another_target(tmp_path, target):
     wide = drafters.save(tmp_path / "wide", drafters.CONFIG, 2 * H)
     refused(target, wide, r"fc\.weight has shape \(32, 192\); .*expects \(32, 96\) \(its target has 3 x 32 fea")
     narrow = drafters.save(tmp_path / "narrow", {**drafters.CONFIG, "hidden_size": 24}, H)
-    refused(
-        target, narrow, "hidden_size 24 is not the target's 32, which needs an embedding and an LM head of its own"
-    )
+    refused(target, narrow, "hidden_size 24 is not the target's 32, so the drafter needs an embedding and an LM head")
     large = drafters.save(tmp_path / "large", {**drafters.CONFIG, "vocab_size": 400}, H)
     refused(target, large, r"drafts tokens \d+ to \d+, the target has 0 to 12")
     w = drafters.weights(drafters.CONFIG, H) | {"embed_tokens.weight": mx.zeros((13, H)), "extra.weight": mx.zeros(1)}

@@ -168,7 +168,7 @@ def test_split_files(step, tmp_path):
     assert fingerprint(last) == fingerprint(first)
     assert prepare(last).source.meta.layers == 4
     shutil.copy(tmp_path / "x-00002-of-00003.gguf", last)
-    with pytest.raises(ValueError, match=r"x-00003-of-00003\.gguf: its metadata does not name it split 2 of 3"):
+    with pytest.raises(ValueError, match=r"x-00003-of-00003\.gguf: its metadata lacks split\.no 2 and"):
         prepare(first)
     last.unlink()
     with pytest.raises(ValueError, match=r"x-00003-of-00003\.gguf: not found; x-00001-of-00003\.gguf is one of 3"):
@@ -203,7 +203,7 @@ def test_splits_that_name_each_other(step, tmp_path):
     second = tmp_path / "x-00002-of-00002.gguf"
     second.unlink()
     second.symlink_to(first)
-    with pytest.raises(ValueError, match="does not name it split 1 of 2"):
+    with pytest.raises(ValueError, match=r"lacks split\.no 1 and split\.count 2"):
         prepare(first)
 
 

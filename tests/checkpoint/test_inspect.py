@@ -220,7 +220,7 @@ def test_facts_about_broken_files(wholes, facts_of, tmp_path):
     assert found["config"]["target"]["tensors"] == whole.target.tensors + whole.heads.tensors
     assert (found["sidecar"]["depths"], found["sidecar"]["target"]["tensors"]) == (0, whole.target.tensors)
     assert 0 < found["shard"]["target"]["tensors"] < whole.target.tensors
-    assert "'../../x.safetensors' is no file of this directory" in found["outside"]["problems"][0]
+    assert "'../../x.safetensors' is not the name of a file inside this directory" in found["outside"]["problems"][0]
     assert found["outside"]["depths"] == 1
 
 

@@ -115,7 +115,7 @@ def test_two_spellings_of_one_tensor(tmp_path):
     for name, tensor in (("qwen3_5", "mtp.fc.weight"), ("nemotron_h", "mtp.layers.0.eh_proj.weight")):
         config, weights = built(name, tmp_path / name)
         twice = weights | {f"model.{tensor}": weights[tensor] + 1}
-        with pytest.raises(ValueError, match=rf"tensors \S*{tensor} and \S*{tensor} are the same one of a head"):
+        with pytest.raises(ValueError, match=rf"tensors \S*{tensor} and \S*{tensor} stand for the same tensor"):
             mlx_mtp.load_model(tiny.save(tmp_path / name, config, twice))
 
 

@@ -173,7 +173,7 @@ DAMAGE = {
     ),
     "integers": ({QKV: mx.ones((192, 64), mx.int32)}, {}, "has type I32; expected floating-point numbers"),
     "features of inner blocks": ({}, {"deepstack_visual_indexes": [0]}, "deepstack_visual_indexes"),
-    "another width": ({}, {"out_hidden_size": 16}, "its features have 16 columns, the model has 32"),
+    "another width": ({}, {"out_hidden_size": 16}, "its features have 16 columns, the model's hidden size is 32"),
     "no depth": ({}, {"depth": None}, "the vision tower cannot be built from config.json"),
 }
 

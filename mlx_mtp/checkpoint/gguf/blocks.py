@@ -62,10 +62,10 @@ def _q8_0(b: np.ndarray) -> Groups:
 
 
 def _k(b: np.ndarray, bits: int) -> Groups:
-    """Return blocks, uint8 [blocks, bytes], of Q4_K or Q5_K as `Groups`. bits: 4 or 5.
+    """Return blocks, uint8 [blocks, bytes], of Q4_K or Q5_K as `Groups`: codes [blocks, 8, 32], scales [blocks, 8].
 
-    A block has two float16 numbers, 6-bit factors of 8 scales and minima, high bits (in Q5), and the low halves of
-    codes.
+    A block has a float16 number that multiplies 8 scales of 6 bits, another that multiplies 8 minima of 6 bits, high
+    bits (in Q5), and the low halves of codes. bits: of a code, 4 or 5.
     """
     low, middle, high = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     scales = np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=-1)
@@ -111,7 +111,10 @@ def six_bits(b: np.ndarray) -> np.ndarray:
 
 
 def _records(codes: np.ndarray, numbers: np.ndarray, factors: np.ndarray) -> Groups:
-    """Return a block format's `Groups`; words are the bytes [blocks, 2] of float16 numbers, then of int8 factors."""
+    """Return a block format's `Groups`, whose scales are the block's words, uint16 [blocks, words].
+
+    The words contain the bytes of `numbers`, uint8 [blocks, 2] (a float16 number), and then `factors`, int8 or uint8.
+    """
     words = np.ascontiguousarray(np.concatenate([numbers, factors.view(np.uint8)], axis=-1)).view("<u2")
     return Groups(codes, words, None)
 
@@ -119,8 +122,9 @@ def _records(codes: np.ndarray, numbers: np.ndarray, factors: np.ndarray) -> Gro
 class Exact(NamedTuple):
     """A GGUF type whose weights fit a format exactly.
 
-    bits: of a code in MLX. nbytes, groups: of a block. read: returns blocks, uint8 [blocks, nbytes], as groups.
-    rounds: whether scales lose bits in float16. mode: the quantization mode.
+    bits: of a code in the format. nbytes: bytes of a block. groups: number of groups of 32 weights in a block. read:
+    returns blocks, uint8 [blocks, nbytes], as `Groups`. rounds: whether float16 can round the scales. mode: the
+    format's name.
     """
 
     bits: int
@@ -154,9 +158,9 @@ PACKED = {
 
 
 def groups_of(kind: str, rows: np.ndarray, *, packed: bool = False) -> Groups:
-    """Return groups for rows of blocks, uint8 [rows, bytes of a row], of a GGUF type in EXACT.
+    """Return the `Groups` of rows of blocks, uint8 [rows, bytes of a row], of the GGUF type `kind`, a key of EXACT.
 
-    packed: of a type in PACKED instead, in its block format.
+    packed: `kind` is a key of PACKED instead, and the result has its block format.
     """
     form, n = (PACKED if packed else EXACT)[kind], len(rows)
     codes, scales, biases = form.read(np.ascontiguousarray(rows).reshape(-1, form.nbytes))
@@ -164,9 +168,9 @@ def groups_of(kind: str, rows: np.ndarray, *, packed: bool = False) -> Groups:
 
 
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Return codes uint8 [rows, columns] packed as in MLX: uint32 [rows, columns * bits / 32], the first lowest.
+    """Return codes uint8 [rows, columns] packed as in MLX: uint32 [rows, columns * bits / 32].
 
-    columns: a multiple of 32. bits: 2, 4, 5, 6 or 8.
+    The first code has the lowest bits. columns: a multiple of 32. bits: 2, 4, 5, 6 or 8.
     """
     rows = len(codes)
     if bits == 8:

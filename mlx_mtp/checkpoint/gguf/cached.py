@@ -29,16 +29,18 @@ def find_checkpoint(path_or_repo: str | Path, revision: str | None = None, *, co
     """Return the local directory of a checkpoint, downloaded if needed; of a GGUF file, the cached transcoding.
 
     The transcoding is created if it is missing. revision, code: of a download, ignored for a GGUF file; code: also
-    download the checkpoint's Python files. ValueError if there is no such checkpoint, or no transcoding of the file.
+    download the checkpoint's Python files. ValueError if there is no such checkpoint, or the GGUF file cannot be
+    transcoded.
     """
     found = path_or_repo if is_gguf(path_or_repo) else resolve(path_or_repo, revision, code=code)
     return cached(found) if is_gguf(found) else Path(found)
 
 
 def find_heads(mtp_path: str | Path | None, target: Path) -> str | Path | None:
-    """Return `mtp_path`, or for a GGUF file the path of its heads' transcoding for the checkpoint `target`.
+    """Return `mtp_path` or, if it is a GGUF file, the path of a safetensors file with its transcoded heads.
 
-    It is created if it is missing. Another path, or None, is returned unchanged and need not exist.
+    The heads are transcoded for the checkpoint in the directory `target`, if the cache has no such file yet;
+    ValueError if they cannot be. Another path, or None, is returned unchanged and need not exist.
     """
     if mtp_path is None or not is_gguf(mtp_path):
         return mtp_path
@@ -61,8 +63,8 @@ def cached(
 
     config_from: see `prepare`. heads_for: directory of a checkpoint for which only the file's heads are transcoded;
     `suffix`, of the cached directory's name, has to differ for checkpoints that need other heads. announce: called
-    with the plan and the directory before a transcoding; progress: with the bytes written, and all bytes. ValueError
-    for a file that cannot be transcoded.
+    with the plan and the directory before a transcoding. progress: called with the bytes written, and all bytes;
+    None calls `report_progress` in MiB. ValueError for a file that cannot be transcoded.
     """
     options, path = options or Options(), expanded(file)
     slug = "-".join(filter(None, (options.plan, "f32" * options.float32, options.dtype)))

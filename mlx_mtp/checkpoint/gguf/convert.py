@@ -30,9 +30,9 @@ NOT_COPIED = ("config.json", INDEX)
 class Prepared:
     """A planned transcoding, before any file is written.
 
-    rows: one for each GGUF type and format of matrices, with its error. files: tensors to write, by file and name.
-    tokenizer: None if it is not made from the metadata. copied: small files to copy from another checkpoint.
-    measured: whether the errors in `rows` were measured.
+    rows: one for each GGUF type and format of matrices. files: tensors to write, by file and name. config: the
+    content of config.json. tokenizer: None if it is not made from the metadata. copied: small files to copy from
+    another checkpoint. measured: whether the errors in `rows` were measured.
     """
 
     source: GGUFSource
@@ -68,11 +68,13 @@ def prepare(
     shard_bytes: int = writer.SHARD_BYTES,
     measure: bool = True,
 ) -> Prepared:
-    """Return the plan of a GGUF file's transcoding; a one-line ValueError if the result could not be loaded.
+    """Return the plan of a GGUF file's transcoding; ValueError, one line, for a file that cannot be transcoded.
 
-    config_from: directory or repository whose config.json and tokenizer replace the file's. heads_from: another GGUF
-    file with the heads. heads_for: directory of a checkpoint for which only the heads are transcoded, and loading is
-    not tried. measure: measure errors on samples of the weights, and make the tokenizer.
+    config_from: directory or repository whose config.json and tokenizer replace those made from the metadata.
+    heads_from: another GGUF file, whose heads replace this file's. heads_for: directory of a checkpoint for which
+    only the heads are transcoded. shard_bytes: maximum bytes of a file of the target's tensors, unless it has only
+    one tensor. measure: measure errors on samples of the weights, and make the tokenizer. Unless only heads are
+    transcoded, the model is built once from the planned shapes; ValueError also if that fails.
     """
     options = options or Options()
     small = None if config_from is None else resolve(config_from, files=SMALL_FILES)
@@ -108,7 +110,10 @@ def _copied(directory: Path) -> tuple[Path, ...]:
 def _config(
     source: GGUFSource, options: Options, parameters: list[Parameter], tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
-    """Return config.json for a transcoding, with its type, quantization and stop tokens."""
+    """Return the content of a transcoding's config.json: the source's, with the plan's dtype and quantization.
+
+    tokenizer: its stop tokens, if it has some, replace the source's; None keeps those.
+    """
     dropped = ("quantization", "quantization_config", "torch_dtype", "dtype")
     kept = {name: value for name, value in source.config.items() if name not in dropped}
     kept["dtype"] = str(activations(source, options)).rpartition(".")[2]
@@ -140,8 +145,9 @@ def write_holes(folder: Path, files: dict[str, dict[str, Any]], config: dict[str
 def transcode(prepared: Prepared, path: str | Path, progress: writer.Progress | None = None) -> Transcoded:
     """Write a planned transcoding to the new directory `path`; one that fails or is interrupted leaves no files.
 
-    With heads only, it writes neither config.json nor an index. ValueError if the directory is not empty, the disk
-    has too little space, or the GGUF file contains NaN, infinity, or scales that its plan cannot store.
+    With heads only, it writes neither config.json nor an index. progress: called with the bytes written, and all
+    bytes. ValueError if the directory is not empty, the disk has too little space, or the GGUF file contains NaN,
+    infinity, or scales that its plan cannot store.
     """
     began, new = time.monotonic(), expanded(path).resolve()
     atomic.check_new(new)

@@ -39,14 +39,14 @@ class Entry:
     nbytes: int
 
     def blocks(self) -> np.ndarray:
-        """Return the data as a memory map, uint8 [rows, bytes of a row]."""
+        """Return the data as a memory map, uint8 [product of all dimensions but the last, bytes of a row]."""
         rows = math.prod(self.shape[:-1])
         return np.memmap(self.file, np.uint8, "r", self.begin, (rows, self.nbytes // rows))
 
 
 @dataclass(frozen=True)
 class GGUFContents:
-    """The parts of a GGUF file (one unless it is split), the first one's metadata, and all tensors."""
+    """The files of a GGUF file (one unless it is split), the first file's metadata, and the tensors of all files."""
 
     files: tuple[Path, ...]
     metadata: dict[str, Any]
@@ -59,9 +59,10 @@ class GGUFContents:
 
 
 def read(file: str | Path) -> GGUFContents:
-    """Return the metadata and table of tensors of a GGUF file, with the other parts of a split one.
+    """Return the metadata and table of tensors of a GGUF file; for any part of a split file, those of the whole.
 
-    Data are not read. ValueError for a missing or damaged file, or a missing part, or without the gguf package.
+    The tensors' data are not read. ValueError for a missing, damaged or unsupported file, a missing part or one of
+    another file, or without the gguf package.
     """
     path = expanded(file)
     first = _read_one(path)
@@ -72,7 +73,8 @@ def read(file: str | Path) -> GGUFContents:
     tensors: dict[str, Entry] = {}
     for number, part in enumerate(parts):
         if (_split(part, "no", -1), _split(part, "count")) != (number, len(files)):
-            raise ValueError(f"{files[number]}: its metadata does not name it split {number} of {len(files)}")
+            needed = f"split.no {number} and split.count {len(files)}"
+            raise ValueError(f"{files[number]}: its metadata lacks {needed}, which a part with this name needs")
         if repeated := sorted(tensors.keys() & part.tensors.keys()):
             raise ValueError(f"{files[number]}: tensor {repeated[0]} is in {tensors[repeated[0]].file.name}, too")
         tensors |= part.tensors
@@ -84,16 +86,16 @@ def read(file: str | Path) -> GGUFContents:
 
 
 def _split(part: GGUFContents, key: str, default: int = 1) -> int:
-    """Return the integer `split.<key>` of a part's metadata; `default` if it is missing, -1 if it is no integer."""
+    """Return the integer `split.<key>` of a part's metadata; `default` without that key, -1 for another value."""
     value = part.metadata.get(f"split.{key}", default)
     return value if type(value) is int else -1
 
 
 def _splits(path: Path, first: GGUFContents) -> list[Path]:
-    """Return all parts of a GGUF file in order, which its metadata and name determine.
+    """Return the paths of all parts of a GGUF file, in order. first: the content of the file `path`, any part.
 
-    ValueError if one is missing, the name does not fit the number of parts, or split.count is not an integer from 0
-    to MAX_SPLITS.
+    ValueError if a part is missing, the file's name does not fit the number of parts, or split.count is not an
+    integer from 0 to MAX_SPLITS.
     """
     count = _split(first, "count")
     if not 0 <= count <= MAX_SPLITS:
@@ -107,14 +109,14 @@ def _splits(path: Path, first: GGUFContents) -> list[Path]:
             f"{path}: one of {count} splits; rename them to end in -00001-of-{count:05d}.gguf and so on, in order"
         )
     if missing := [file for file in files if not file.is_file()]:
-        raise ValueError(f"{missing[0]}: not found; {path.name} is one of {count} splits")
+        raise ValueError(f"{missing[0]}: not found; {path.name} is one of {count} splits, which are all needed")
     return files
 
 
 def split_names(path: Path) -> list[Path]:
-    """Return the names of all parts of a split file, at most MAX_SPLITS, from one part's name, in order.
+    """Return the paths of all parts of a split file, at most MAX_SPLITS, in order, from the path of one part.
 
-    [path] for a name of another form. The files need not exist.
+    [path] for a name of another form; [] for a name that ends in of-00000. The files need not exist.
     """
     match = SPLIT.fullmatch(path.name)
     count = min(int(match[3]), MAX_SPLITS) if match else 0
@@ -150,7 +152,7 @@ def block_sizes(path: Path) -> dict[int, tuple[str, int, int]]:
 
 
 class _Reader:
-    """A reader of a mapped GGUF file that never reads or allocates more than the file's size.
+    """A reader of a mapped GGUF file, in which lengths and counts that exceed the rest of the file are errors.
 
     Its methods advance the position. For damage they raise ValueError, or another error that `_read_one` converts.
     """
@@ -210,7 +212,8 @@ class _Reader:
         label, values, nbytes = kinds[kind]
         total = math.prod(shape)
         if not 0 < total <= MAX_VALUES or shape[-1] % values:
-            raise ValueError(f"{self.path}: tensor {name!r} has shape {shape}, which {label} cannot have")
+            needs = f"{label} needs rows of whole blocks of {values} values, and 1 to 2^45 values in all"
+            raise ValueError(f"{self.path}: tensor {name!r} has shape {shape}; {needs}")
         return Entry(self.path, name, shape, label, offset, total // values * nbytes)
 
     def scalar(self, form: str) -> Any:
@@ -235,20 +238,20 @@ class _Reader:
         """Read and return one metadata value of a numbered type; arrays of numbers become NumPy arrays, others lists.
 
         depth: number of arrays that contain the value. ValueError for an unknown type, deeper arrays than MAX_NESTED,
-        or more than MAX_ITEMS values in all.
+        or more than MAX_ITEMS values in all arrays read so far.
         """
         if kind in SCALARS:
             return self.scalar(SCALARS[kind])
         if kind == STRING:
             return self.string("replace")
         if kind != ARRAY or depth >= MAX_NESTED:
-            raise ValueError(f"{self.path}: truncated or damaged (metadata of type {kind})")
+            raise ValueError(f"{self.path}: truncated or damaged (metadata of type {kind} at array depth {depth})")
         inner = self.scalar("I")
         size = struct.calcsize(SCALARS[inner]) if inner in SCALARS else 8
         count = self.count(size)
         self.items += count
         if self.items > MAX_ITEMS:
-            raise ValueError(f"{self.path}: its metadata has more than {MAX_ITEMS} values")
+            raise ValueError(f"{self.path}: arrays in its metadata have more than {MAX_ITEMS} values in all")
         if inner in SCALARS:
             begin, self.at = self.at, self.at + count * size
             return np.frombuffer(self.data[begin : self.at], np.dtype(SCALARS[inner]).newbyteorder("<"))

@@ -10,9 +10,10 @@ from .convert import Prepared, prepare, write_holes
 
 
 def inspect_gguf(file: str | Path, *, ranks: int = 1) -> tuple[Prepared, Inspection]:
-    """Return (the plan of a GGUF file's transcoding, the inspection of its result); ranks: that share the target.
+    """Return (the plan of a GGUF file's transcoding, the inspection of its result); no transcoding is written.
 
-    ValueError for a file that cannot be transcoded.
+    Errors of weights are not measured. ranks: number of ranks that share the target. ValueError for a file that
+    cannot be transcoded.
     """
     prepared = prepare(file, measure=False)
     with tempfile.TemporaryDirectory(prefix="mlx-mtp-") as name:

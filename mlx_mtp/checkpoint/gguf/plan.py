@@ -33,10 +33,12 @@ CHUNK = 1 << 20  # values that are converted at a time
 class Options:
     """Options of a transcoding; ValueError for unknown values, and a dtype that contradicts `float32`.
 
-    plan: "packed" keeps IQ4_NL, IQ4_XS and Q6_K in block formats, for our kernels, where `_packed` allows it. Others,
-    and all with "affine" (or "exact", the same), get MLX's formats, types without an equivalent in 8 bits. "small"
-    requantizes these, IQ4_NL and IQ4_XS to fewer bits. float32: store scales and values in float32. dtype: type of
-    unquantized parameters; None is the one that `activations` chooses.
+    plan: "affine" and "exact" are the same: quantized matrices get MLX's formats, where `_groups` allows it; types
+    without an equivalent are requantized to 8 bits. "packed" differs in that IQ4_NL, IQ4_XS and Q6_K stay in block
+    formats, for our kernels, where `_packed` allows it. "small" differs from "affine" in that types without an
+    equivalent, IQ4_NL and IQ4_XS are requantized to fewer bits (SMALL, SMALL_BITS).
+    float32: store scales and values in float32. dtype: type of unquantized parameters; None is the type that
+    `activations` chooses.
     """
 
     plan: Choice = "packed"
@@ -65,7 +67,10 @@ class Output(NamedTuple):
 
 
 class Form(NamedTuple):
-    """A parameter's format: bits of a code (0 if not quantized), MLX's mode, and the type of scales or values."""
+    """A parameter's format: bits of a code, mode, and the type of scales or, if not quantized, of values.
+
+    mode: MLX's, or a name in BLOCK_FORMATS. If not quantized, bits is 0 and mode "".
+    """
 
     bits: int
     mode: str
@@ -99,7 +104,7 @@ class Parameter:
         return sum(math.prod(entry.shape[:-1]) for entry in self.entries)
 
     def outputs(self) -> dict[str, Output]:
-        """Return the written tensors of the parameter by name: itself, or codes, scales and (if affine) biases."""
+        """Return an `Output` for each written tensor by name: the values, or codes, scales and (if affine) biases."""
         if not self.form.bits:
             return {self.name: Output(self.shape, self.form.dtype)}
         module, (*inner, columns) = self.name.removesuffix(".weight"), self.shape
@@ -112,9 +117,10 @@ class Parameter:
 
 
 class Row(NamedTuple):
-    """The tensors of one GGUF type and one format in MLX: number, bytes before and after.
+    """The matrices of one GGUF type `kind` and one format in MLX.
 
-    loss: the error; None if it is exact or was not measured.
+    tensors: number of GGUF tensors. before, after: their bytes in the GGUF file, and as written. loss: the error;
+    None if none was found or it was not measured.
     """
 
     kind: str
@@ -139,8 +145,9 @@ def bits_of(kind: str, plan: Choice) -> int:
 def activations(source: GGUFSource, options: Options) -> mx.Dtype:
     """Return the type of unquantized parameters: the option's, else one that follows from the file's matrices.
 
-    It is float16 for quantized matrices, float32 if some are BF16; of unquantized ones it is their type, float32 if
-    they have several. A family whose activations may not fit into float16 gets float32 instead of it.
+    If a matrix is quantized, the type is float16, or float32 if another matrix is BF16. If no matrix is quantized,
+    the type is the matrices' own (float32 for F64), or float32 if they have several types. A family whose activations
+    may not fit into float16 gets float32 instead of float16.
     """
     if options.float32:
         return mx.float32
@@ -154,7 +161,7 @@ def activations(source: GGUFSource, options: Options) -> mx.Dtype:
 
 
 def make_plan(source: GGUFSource, options: Options) -> list[Parameter]:
-    """Return every parameter of the source's model with its format, before any weight is read."""
+    """Return every parameter of the source's model with its format; no weight is read."""
     dtype = activations(source, options)
     modules = dict(source.model.named_modules())
     keeps = getattr(source.model, "cast_predicate", None)
@@ -200,8 +207,8 @@ def _whole_groups(columns: np.ndarray) -> bool:
 def _groups(entries: tuple[Entry, ...], change: Change, options: Options, scales: mx.Dtype) -> Form | None:
     """Return the quantized format for the matrices of a parameter, None to store floating-point numbers.
 
-    They are floats if a tensor is, if values or the inside of groups change, if rows are not whole groups, or if the
-    tensors' types need different modes. scales: the type of scales.
+    The result is None if a tensor has floating-point numbers, if values or the inside of groups of 32 change, if rows
+    are not whole groups, or if the tensors' types need different modes. scales: type of an affine format's scales.
     """
     kinds = {entry.kind for entry in entries}
     if kinds & FLOATS.keys() or change.values is not None or entries[0].shape[-1] % GROUP:
@@ -216,7 +223,7 @@ def _groups(entries: tuple[Entry, ...], change: Change, options: Options, scales
 
 
 def groups(entry: Entry, rows: np.ndarray, form: Form) -> Groups:
-    """Return a tensor's rows of GGUF blocks, uint8 [rows, bytes], as groups in a format.
+    """Return a tensor's rows of GGUF blocks, uint8 [rows, bytes], as `Groups` in a quantized format.
 
     Codes have at most the format's bits. A type without an equivalent, or whose equivalent has more bits than the
     format, is requantized.
@@ -230,7 +237,7 @@ def groups(entry: Entry, rows: np.ndarray, form: Form) -> Groups:
 
 
 def summarize(parameters: list[Parameter], *, measure: bool) -> list[Row]:
-    """Return a row for each GGUF type and MLX format (`Form`) of matrices, the one with most bytes in the file first.
+    """Return a `Row` for each GGUF type and format (`Form`) of matrices, sorted by bytes in the file, most first.
 
     A parameter of several tensors counts by its first one's type. measure: also measure the error of the format on
     sampled weights, which raises ValueError for a type that cannot be dequantized.
@@ -249,10 +256,10 @@ def summarize(parameters: list[Parameter], *, measure: bool) -> list[Row]:
 
 
 def _measured(form: Form, entries: list[Entry]) -> Loss | None:
-    """Return a format's error on at most SAMPLED_ROWS rows of at most SAMPLED_TENSORS tensors; None if exact.
+    """Return a format's error on at most SAMPLED_ROWS rows of at most SAMPLED_TENSORS tensors.
 
-    The error is NaN if a sampled weight is NaN or infinity, which `write` refuses. ValueError for a type that cannot
-    be dequantized.
+    None if these have no error, and for quantized formats that are not affine, which are exact. The error is NaN if a
+    sampled weight is NaN or infinity, which `write` refuses. ValueError for a type that cannot be dequantized.
     """
     if form.bits and form.mode != "affine":
         return None
@@ -269,7 +276,11 @@ def _measured(form: Form, entries: list[Entry]) -> Loss | None:
 
 
 def _as_stored(entry: Entry, rows: np.ndarray, values: np.ndarray, form: Form) -> np.ndarray:
-    """Return the values of rows, in float32, after storing them in a format."""
+    """Return what a format stores for some rows of a tensor, as values in float32.
+
+    rows: GGUF blocks, from which an affine format is made. values: the same rows dequantized, which are rounded to an
+    unquantized format.
+    """
     if not form.bits:
         return np.array(mx.array(values).astype(form.dtype).astype(mx.float32))
     codes, scales, biases = groups(entry, rows, form)
@@ -287,7 +298,7 @@ def chunks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
 def listed_quantization(parameters: list[Parameter]) -> dict[str, Any] | None:
     """Return config.json's "quantization" for the target, as `listed`; None if no matrix of it is quantized.
 
-    Of equally frequent formats, the one with fewest bits is the usual one.
+    Of equally frequent formats, the one with fewest bits is the default in it.
     """
     target = [p for p in parameters if p.form.bits and not p.path.startswith("mtp.")]
     target.sort(key=lambda p: (p.form.bits, p.form.mode))

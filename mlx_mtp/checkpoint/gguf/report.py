@@ -12,7 +12,11 @@ RATE = 100e6  # bytes of a GGUF file that one core transcodes in a second; a low
 
 
 def as_text(prepared: Prepared) -> str:
-    """Return lines about a GGUF file: size, heads, each type of its tensors, and the type in which MLX computes."""
+    """Return lines of text about a GGUF file and its transcoding.
+
+    They state size, heads, each type of matrices with its new format, the type in which MLX computes and, if they
+    apply, the tokenizer and that mlx-lm does not read the result.
+    """
     source, contents = prepared.source, prepared.source.contents
     files = f", {len(contents.files)} files" if len(contents.files) > 1 else ""
     count = len(source.model.mtp)
@@ -27,7 +31,10 @@ def as_text(prepared: Prepared) -> str:
 
 
 def computes(prepared: Prepared) -> str:
-    """Return the type in which MLX multiplies and, if they differ, the types of scales and activations."""
+    """Return a phrase, such as "in float16": the type in which MLX multiplies.
+
+    If affine scales have another type than activations, both types are named, too.
+    """
     dtype = prepared.config["dtype"]
     kinds = {str(p.form.dtype).rpartition(".")[2] for p in prepared.parameters if p.form.mode == "affine"}
     mixed = kinds - {dtype}

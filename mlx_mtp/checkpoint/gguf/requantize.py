@@ -34,10 +34,10 @@ def dequantized(kind: str, rows: np.ndarray) -> np.ndarray:
 
 
 def requantized(kind: str, rows: np.ndarray, bits: int) -> Groups:
-    """Return rows of blocks in groups of 32, with scales and biases from each group's minimum and maximum.
+    """Return rows of GGUF blocks, uint8 [rows, bytes], as `Groups` with codes of `bits` bits.
 
-    Of Q6_K at 8 bits, the half of each group that has the larger scale stays exact instead. ValueError for a GGUF
-    type that cannot be dequantized.
+    Scales and biases follow from the minimum and maximum of each group of 32. Of Q6_K at 8 bits, the half of each
+    group that has the larger scale stays exact instead. ValueError for a GGUF type that cannot be dequantized.
     """
     if kind == "Q6_K" and bits == 8:
         return _six_bits(rows)
@@ -51,7 +51,10 @@ def requantized(kind: str, rows: np.ndarray, bits: int) -> Groups:
 
 
 def _six_bits(rows: np.ndarray) -> Groups:
-    """Return Q6_K rows in groups of 32 with 8 bits; the half of each group that has the larger scale is exact."""
+    """Return rows of Q6_K blocks, uint8 [rows, bytes], as `Groups` with codes of 8 bits.
+
+    The half of each group of 32 that has the larger scale stays exact.
+    """
     n, b = len(rows), np.ascontiguousarray(rows).reshape(-1, Q6_K)
     codes = six_bits(b).reshape(-1, HALVES // 2, 2, 16).astype(np.float32) - 32
     d = np.ascontiguousarray(b[:, 208:]).view(np.float16).astype(np.float32)

@@ -56,8 +56,8 @@ def open_source(
 ) -> GGUFSource:
     """Return an opened GGUF file, which may be split; a one-line ValueError if it cannot be transcoded.
 
-    config_from: directory whose config.json is used instead of the metadata. heads_from: another GGUF file with the
-    MTP heads. heads_only: use only the file's heads, for the model of `config_from`, which is then required.
+    config_from: directory whose config.json replaces the one made from the metadata. heads_from: another GGUF file
+    with the MTP heads. heads_only: use only the file's heads, for the model of `config_from`, which is then required.
     """
     contents = header.read(file)
     entries, meta = _with_heads(contents, heads_from)
@@ -68,7 +68,7 @@ def open_source(
         assert config_from is not None
         made = {path: parts for path, parts in made.items() if path.startswith("mtp.")}
         if not made:
-            raise ValueError(f"{meta.file}: no MTP heads in it (blocks after the target's, nextn.*)")
+            raise ValueError(f"{meta.file}: no MTP heads in it; expected nextn.* in blocks after the target's")
     config = _config(family, meta, config_from, compare=not heads_only)
     model = _build(config, made, config_from or Path(meta.file))
     source = GGUFSource(contents, entries, meta, family, config, model, made)
@@ -79,8 +79,8 @@ def open_source(
 def _config(family: Family, meta: Meta, config_from: Path | None, *, compare: bool) -> dict[str, Any]:
     """Return config.json: the family's from the metadata, or that of the directory `config_from`, if it is not None.
 
-    compare: raise ValueError unless its sizes agree with the metadata's. Metadata without a directory must have no
-    unread key that changes logits.
+    compare: raise ValueError unless the sizes in that directory's config.json agree with the metadata's. Without a
+    directory, ValueError for a key of the metadata that changes logits and is not read.
     """
     if config_from is None:
         with _naming(meta):
@@ -109,8 +109,9 @@ def _naming(meta: Meta) -> Iterator[None]:
 def _with_heads(contents: GGUFContents, heads_from: str | Path | None) -> tuple[dict[str, Entry], Meta]:
     """Return the tensors and metadata of a file, joined with those of a separate file of heads (None: no such file).
 
-    Blocks of heads in the first file are then replaced. The metadata state the number of heads whose tensors were
-    found. ValueError if the files do not fit each other, or the separate file has no heads.
+    Heads of the separate file replace those of the first file. The metadata get the separate file's number of heads,
+    0 if there are no tensors of heads, and the frequency factors in the tensor FACTORS, if there is one. ValueError
+    if the files do not fit each other, the separate file has no heads, or there are more factors than MAX_FACTORS.
     """
     entries, values = dict(contents.tensors), dict(contents.metadata)
     if heads_from is not None:
@@ -120,7 +121,7 @@ def _with_heads(contents: GGUFContents, heads_from: str | Path | None) -> tuple[
         count = _meta(heads.files[0], heads.metadata, heads.tensors).heads
         blocks = {name: e for name, e in heads.tensors.items() if _block(name) >= trunk}
         if not blocks or not count:
-            raise ValueError(f"{heads.files[0]}: no MTP heads in it; expected nextn_predict_layers, and blk.{trunk}")
+            raise ValueError(f"{heads.files[0]}: no MTP heads in it; expected nextn_predict_layers and blk.{trunk}.*")
         arch = values.get("general.architecture")
         values |= {f"{arch}.nextn_predict_layers": count, f"{arch}.block_count": trunk + count}
         # Values by layer are longer in the heads' file.
@@ -162,7 +163,7 @@ def _meta(file: Path, values: dict[str, Any], entries: dict[str, Entry]) -> Meta
 def _compare(made: dict[str, Any], config: dict[str, Any], place: Path) -> None:
     """Raise ValueError if a config.json, in `place`, has other SIZES than `made`, the one from the GGUF metadata.
 
-    A size that config.json lacks is not compared, and its vocabulary may be larger.
+    A size that config.json lacks is not compared, and config.json's vocabulary may be larger.
     """
     ours, theirs = made | made.get("text_config", {}), config | config.get("text_config", {})
     for name in SIZES:

@@ -50,7 +50,7 @@ class _Vocabulary:
         return value
 
     def token(self, name: str) -> tuple[int, str] | None:
-        """Return (id, text) of a special token, None if it has none; ValueError for an id without a token.
+        """Return (id, text) of a special token, None if the metadata have none; ValueError for an id out of range.
 
         name: in the metadata keys, such as "bos".
         """
@@ -105,7 +105,7 @@ def _read(meta: Meta) -> _Vocabulary:
 
 
 def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
-    """Return tokenizer.json of a byte-level BPE tokenizer; ValueError without merges or a known pre-tokenizer."""
+    """Return the content of tokenizer.json for byte-level BPE; ValueError without merges or a known pre-tokenizer."""
     steps = PRE.get(vocabulary.pre)
     if steps is None:
         raise ValueError(f"{vocabulary.file}: pre-tokenizer {vocabulary.pre!r} is not supported; {ADVICE}")
@@ -122,7 +122,7 @@ def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
-    """Return tokenizer.json of a SentencePiece model as BPE, with merges from the tokens' scores.
+    """Return the content of tokenizer.json for a SentencePiece model, as BPE with merges from the tokens' scores.
 
     ValueError unless each token has a score.
     """
@@ -199,7 +199,10 @@ def _template(vocabulary: _Vocabulary, begins: bool) -> dict[str, Any] | None:
 
 
 def _config(vocabulary: _Vocabulary, meta: Meta) -> dict[str, Any]:
-    """Return tokenizer_config.json, with special tokens and all chat templates."""
+    """Return the content of tokenizer_config.json, with special tokens and chat templates.
+
+    If a named chat template is no text, only the unnamed template is returned.
+    """
     special = {name: token[1] for name, key in NAMED.items() if (token := vocabulary.token(key))}
     found: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -119,7 +119,10 @@ def _check_finite(parameter: Parameter, arrays: list[np.ndarray], cause: str = "
 
 
 def _joined(parts: list[tuple[Groups, np.ndarray]]) -> Groups:
-    """Return the groups of a range whose rows come from several tensors. parts: each one's groups and row indices."""
+    """Return the `Groups` of a range whose rows come from several tensors, in the range's order.
+
+    parts: for each tensor, (the groups of its rows, the indices of these rows in the range).
+    """
     order = np.argsort(np.concatenate([indices for _, indices in parts]))
     fields: Any = zip(*(found for found, _ in parts), strict=True)
     joined: Any = [None if arrays[0] is None else np.concatenate(arrays)[order] for arrays in fields]

@@ -118,7 +118,7 @@ def _gptq(weight: Packed, parts: dict[str, mx.array]) -> Arrays:
 
 
 def _awq(weight: Packed, parts: dict[str, mx.array]) -> Arrays:
-    """Use mlx-lm's own transformation, which rounds biases to the type of the scales."""
+    """Return the Arrays that mlx-lm's own transformation makes, which rounds biases to the type of the scales."""
     stored = {f"m.{suffix}": parts[suffix].view(mx.uint32) for suffix in ("qweight", "qzeros") if suffix in parts}
     config = {"bits": weight.bits, "group_size": weight.block[1]}
     made, _ = mlx_lm_utils._transform_awq_weights(stored | {"m.scales": parts["scales"]}, config)

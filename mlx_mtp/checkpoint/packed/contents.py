@@ -24,7 +24,8 @@ ORDERS = ("g_idx", "weight_g_idx")
 def with_packed(contents: Contents, path: Path, config: dict[str, Any]) -> Contents:
     """Return a checkpoint's contents with its packed weights, whose header entries are those of MLX's formats.
 
-    Of a checkpoint opened for its heads, only these are recognized. ValueError for incomplete or unsupported ones.
+    Of a checkpoint opened for its heads, only the heads' packed weights are recognized. ValueError for incomplete or
+    unsupported packed weights.
     """
     header = contents.heads | ({} if contents.alone else contents.trunk)
     packed = recognize(path, config, header, contents.stored)
@@ -35,8 +36,8 @@ def with_packed(contents: Contents, path: Path, config: dict[str, Any]) -> Conte
 def recognize(path: Path, config: dict[str, Any], header: Header, stored: Stored | None) -> dict[str, Packed]:
     """Return the packed weights among a checkpoint's tensors by module; ValueError as `with_packed`.
 
-    This reads the order of columns in groups, where it is stored (ValueError for another order than that of the
-    columns), and float32 scales that should be powers of two; weights are left out if theirs are not.
+    Read here are the order of columns in groups, where it is stored (ValueError for another order than that of the
+    columns), and float32 scales that should be powers of two; a weight whose scales are not is left out.
     """
     used = {name: tensor for name, tensor in header.items() if not name.endswith(OF_ACTIVATIONS)}
     folders = {tensor.file.parent for tensor in used.values()}
@@ -54,7 +55,11 @@ def recognize(path: Path, config: dict[str, Any], header: Header, stored: Stored
 
 
 def _settings(path: Path, config: dict[str, Any], folder: Path) -> Settings:
-    """Return the quantization settings of weight files in a folder, which may be another checkpoint's."""
+    """Return the quantization settings of weight files in a folder: those of `config` for a folder inside `path`.
+
+    Another folder belongs to another checkpoint, whose config.json in that folder is used; a missing or damaged
+    config.json counts as empty.
+    """
     if folder.is_relative_to(path):
         return settings_of(path, config)
     found: Any = {}
@@ -64,7 +69,10 @@ def _settings(path: Path, config: dict[str, Any], folder: Path) -> Settings:
 
 
 def _check(weight: Packed, module: str) -> mx.array | None:
-    """Return a lazy bool: whether columns are in order, or scales powers of two; None if neither is to be checked."""
+    """Return a lazy bool: whether columns are in order, or scales powers of two; None if neither is to be checked.
+
+    Of a file without data, no scales are checked, and the order is the one that config.json states.
+    """
     order = next((name for name in ORDERS if name in weight.parts), None)
     hole = _is_hole(weight.tensor.file)
     if order is None and (weight.kind != "mxfp8" or weight.parts[weight.scales].dtype != "F32" or hole):

@@ -12,7 +12,10 @@ ALL = -1  # GPTQ's group size if a row is one group
 
 
 def qweight(found: Found) -> Packed:
-    """Return the `Packed` of AWQ's or GPTQ's integers; without a method in config.json their shapes decide."""
+    """Return the `Packed` of AWQ's or GPTQ's integers.
+
+    Without a method in config.json, equal last dimensions of "qweight" and "scales" mean GPTQ.
+    """
     found.need("qweight", "scales")
     codes, scales = found.matrix("qweight"), found.matrix("scales")
     method = found.settings.method or ("gptq" if codes[-1] == scales[-1] else "awq")
@@ -85,7 +88,10 @@ def _two(found: Found, suffix: str) -> tuple[int, int]:
 
 
 def _groups(found: Found, columns: int, groups: int) -> int:
-    """Return `groups` if these divide a row into multiples of 32 numbers, as the settings state; else ValueError."""
+    """Return `groups`, the number of groups in a row of `columns` numbers.
+
+    ValueError unless a group has a multiple of 32 numbers, which agrees with the settings if they state a size.
+    """
     size = found.settings.values.get("group_size", found.settings.values.get("q_group_size"))
     stated = columns if size == ALL else size
     weights = found.settings.scheme(found.module).get("weights") or {}

@@ -19,7 +19,8 @@ class Packed:
     kind: "nvfp4", "mxfp4", "mxfp8", "fp8" (without scales of groups), "int" (compressed-tensors' pack-quantized),
         "awq" or "gptq".
     parts: its tensors by suffix. codes, scales: suffixes of the tensors with the numbers and the groups' scales.
-    group_size: of MLX's format. block: rows and columns that share a scale.
+    bits: of a number. group_size: of MLX's format. block: (rows, columns) that share a scale; for "mxfp8", "int",
+        "awq" and "gptq" only.
     offset: the number to add to stored zero points. act_order: whether config.json states that columns are in another
         order than their groups.
     """
@@ -84,7 +85,11 @@ class Packed:
 
 @dataclass(frozen=True)
 class Found:
-    """A module whose tensors look packed, for the checks. settings: of the checkpoint that contains it."""
+    """A module whose tensors look packed, for the checks.
+
+    path: the checkpoint's directory, for messages. parts: the module's tensors by suffix. settings: of the checkpoint
+    that contains the module.
+    """
 
     path: Path
     module: str
@@ -109,20 +114,23 @@ class Found:
                 raise ValueError(f"{file}: tensor {self.module}.{suffix} is missing; the rest of its weight is there")
 
     def expect(self, suffix: str, shape: tuple[int, ...], types: tuple[str, ...]) -> None:
-        """Raise ValueError unless a tensor has this shape and one of these types."""
+        """Raise ValueError unless the tensor exists, with this shape and one of these types."""
         self.need(suffix)
         if self.parts[suffix].shape != shape or self.parts[suffix].dtype not in types:
             raise self.refuse(f"{self.stored(suffix)}; expected {' or '.join(types)} and {shape}")
 
     def matrix(self, suffix: str) -> tuple[int, ...]:
-        """Return the shape of a matrix or a stack of matrices; ValueError for another tensor."""
+        """Return the shape of a matrix or a stack of matrices; ValueError for another or an empty tensor."""
         shape = self.parts[suffix].shape
         if len(shape) not in MATRICES or 0 in shape:
             raise self.refuse(f"{self.stored(suffix)}; expected a matrix, or a stack of matrices")
         return shape
 
     def expect_one(self, suffix: str, lead: tuple[int, ...]) -> None:
-        """Raise ValueError unless a tensor is one floating-point number, or one for each matrix of a stack."""
+        """Raise ValueError unless a tensor is one floating-point number, or one for each matrix of a stack.
+
+        lead: the dimensions of the stack; () for one matrix.
+        """
         self.need(suffix)
         if self.parts[suffix].dtype not in FLOATS or math.prod(self.parts[suffix].shape) not in (1, math.prod(lead)):
             raise self.refuse(f"{self.stored(suffix)}; expected one floating-point number per matrix")

@@ -25,10 +25,11 @@ def sanitized(
 ) -> Tensors:
     """Return the parameters of `call(weights)`, with scales, biases and output scales of quantized modules; lazy.
 
-    call: sanitizes all tensors of the checkpoint, of which `weights` are the packed modules'. plain: the other ones.
-    Weights that become something else than rows of a quantizable module, such as MLA's, are dequantized to the type
-    of the norms. If groups of the target have float16 scales, bfloat16 becomes float16 as in mlx-lm, because MLX
-    would compute in float32.
+    call: returns the sanitized parameters of the whole checkpoint, in which `weights`, by name, stand for the packed
+    weights; it is called several times. plain: the checkpoint's other tensors. Packed weights that become something
+    else than rows of a quantizable module, such as MLA's, are dequantized to the type of the norms. If groups of the
+    target have float16 scales, all bfloat16 parameters become float16 as in mlx-lm, because MLX would compute in
+    float32. ValueError if packed weights have another shape than their module.
     """
     if not packed:
         return call({})
@@ -82,9 +83,10 @@ def _count(a: Arrays) -> int:
 def _origins(
     made: Tensors, packed: dict[str, Arrays], factors: list[tuple[str, int]], model: Module
 ) -> dict[str, np.ndarray]:
-    """Return the factors' numbers of the rows of each parameter that can be quantized: [..., rows].
+    """Return, by parameter that can be quantized, the index in `factors` for each row: int [..., rows].
 
-    A weight of which any part cannot be quantized is in none of them.
+    made: the parameters that `call` makes from `_numbers`. A parameter is left out if it contains rows of a weight
+    any part of which cannot be quantized.
     """
     modules: dict[str, Any] = dict(model.named_modules())
     numbers = {path: np.array(w) for path, w in made.items() if w.dtype == NUMBERS}
@@ -97,9 +99,10 @@ def _origins(
 
 
 def _is_quantizable(path: str, numbers: np.ndarray, modules: dict[str, Any], packed: dict, factors: list) -> bool:
-    """Return whether a parameter is rows of packed weights of one format, and its module can be quantized.
+    """Return whether a parameter consists of rows of packed weights of one format, and its module can be quantized.
 
-    ValueError if the weights have another shape than the module's.
+    If a weight has a factor, the module also has to be a Linear or SwitchLinear. ValueError if the weights have
+    another shape than the module's.
     """
     module, _, kind = path.rpartition(".")
     if kind != "weight" or numbers.shape[-1:] != (1,) or not hasattr(modules.get(module), "to_quantized"):
@@ -119,7 +122,10 @@ def _modules(numbers: np.ndarray, factors: list[tuple[str, int]]) -> set[str]:
 
 
 def _output_scale(numbers: np.ndarray, factors: list[tuple[str, int]], packed: dict[str, Arrays]) -> mx.array:
-    """Return the factor of each row [(E,) rows], or, if all rows of a matrix have the same, [1] or [E]."""
+    """Return the factor of each row [(E,) rows] or, if it is the same in all rows of each matrix, [1] or [E].
+
+    numbers: the index in `factors` for each row.
+    """
     if (numbers == numbers[..., :1]).all():
         numbers = numbers[..., 0].reshape(-1)
     used, places = np.unique(numbers, return_inverse=True)
