@@ -121,7 +121,7 @@ def either(first: Grammar, second: Grammar) -> Grammar:
 
 
 def _either(*texts: str) -> str:
-    """Return llguidance's text of a grammar that accepts what any of these does; each is a grammar's JSON or Lark."""
+    """Return llguidance's JSON of a grammar that accepts what any of these does; each is a grammar's JSON or Lark."""
     found = []
     for i, text in enumerate(texts):
         inner = json_text.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]

@@ -107,7 +107,10 @@ class Splitter:
         return parts
 
     def _advance(self, complete: bool | None) -> list[Part]:
-        """Return the parts that are certain. complete: None before the answer's end, then False if a limit cut it."""
+        """Return the parts that later text cannot change, [] if there are none.
+
+        complete: None before the answer's end; then True, or False if a token limit cut it.
+        """
         parts: list[Part] = []
         while self.stopped is None and self._text and (found := self._step(complete)) is not None:
             parts += found
@@ -186,9 +189,11 @@ class Splitter:
         return self._until_call(at, mark, complete)
 
     def _until_call(self, at: int, mark: str, complete: bool | None, *, reasoning: bool = False) -> list[Part] | None:
-        """Return the text before a possible call at `at`, or before the start of a mark at the text's end.
+        """Remove and return the pending text before a possible call at `at`; None if more text is needed.
 
-        None if more text is needed. From the start of a call on, text is held.
+        If `at` starts no call, that is the text up to and with the mark's first character; without a mark, all but a
+        mark's start at the text's end. From the start of a call on, text is held. mark: found at `at`, "" for none.
+        complete: as in `_advance`. reasoning: the text is reasoning.
         """
         if mark and (begins := self._begins_call(self._text, at)) is not False:
             self.holding = bool(begins) or complete is not None
