@@ -67,7 +67,7 @@ class Registers(NamedTuple):
 def registers(text: str, name: str = "program_source", words: int = WORDS) -> Registers:
     """Return the proxy's register counts of a kernel text as MLX generates it, for `words` registers per thread.
 
-    Raises CompileError if it does not compile for the proxy's GPU, which says nothing of Metal, or calls undefined
+    Raises CompileError if it does not compile for the proxy's GPU (it may compile for Metal), or calls undefined
     functions, and ValueError if `ziglang` is not installed or too old.
     """
     source = _compiled(expanded(text, name))

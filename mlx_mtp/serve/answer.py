@@ -120,7 +120,10 @@ class Splitter:
         return parts
 
     def _at_start(self, complete: bool | None) -> list[Part] | None:
-        """Detect reasoning or a call without a mark at the answer's start; return [], None to wait for text."""
+        """Choose whether reasoning, a call or content starts the answer; return [], or None if more text is needed.
+
+        Reasoning starts with its mark, which is dropped; a call may lack its mark, and is held.
+        """
         text = self._text.lstrip()
         waits = complete is None and not self._first(self._text, self._stops)[1]
         if self._think_start and waits and self._think_start.startswith(text):
@@ -148,7 +151,10 @@ class Splitter:
         return self._until_call(at, mark, complete, reasoning=True)
 
     def _read_calls_in_reasoning(self, complete: bool | None) -> list[Part] | None:
-        """Read the calls at the end of reasoning, once it has ended; if content follows, their text is reasoning."""
+        """Read the calls at the end of reasoning, and put them aside; return [], or None before reasoning has ended.
+
+        If no call can be read, return `_no_call`. If content follows the calls, their text is reasoning.
+        """
         end = self._text.find(self._think_end)
         if end < 0 and complete is None:
             return None
@@ -164,7 +170,7 @@ class Splitter:
     def _after_reasoning(self, complete: bool | None) -> list[Part] | None:
         """Drop the line breaks after reasoning; all white space if calls ended it and nothing else follows.
 
-        If text follows such calls, return their text as reasoning. None if more text is needed.
+        Return [] or, if text follows such calls, their text as reasoning; None if more text is needed.
         """
         if not self._text.strip() and complete is None and not self._first(self._text, self._stops)[1]:
             return None

@@ -152,7 +152,10 @@ class ChoicesRequest(ApiRequest):
 
 
 def data(event: dict[str, Any] | str) -> str:
-    """Return an event of a stream, in ASCII: some clients end a line at any of Unicode's separators."""
+    """Return the text of a server-sent event: JSON in ASCII, as some clients end lines at Unicode's separators.
+
+    event: an object, whose `type`, if any, is the event's name; or a text, which is sent unchanged, without a name.
+    """
     if isinstance(event, str):
         return f"data: {event}\n\n"
     named = f"event: {event['type']}\n" if "type" in event else ""

@@ -106,7 +106,7 @@ class ChunkReader:
                 self._read(entries)
 
     def _read(self, entries: dict[str, Any]) -> None:
-        """Group the header's entries by chunk, and set `stored`; ValueError if the file has another size than these."""
+        """Group the header's entries by chunk, and set `stored`; ValueError if the file's size is another one."""
         self._records = self._state.pop("chunks")
         self._entries: list[dict[str, Any]] = [{} for _ in self._records]
         for name, entry in entries.items():

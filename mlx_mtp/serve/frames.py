@@ -198,7 +198,7 @@ class FramedSplitter:
         return False
 
     def _emit(self, end: int) -> list[Part]:
-        """Remove the first `end` characters from the text; return them as reasoning, or content's parts."""
+        """Remove the first `end` characters of the text; return them as reasoning, or the inner splitter's parts."""
         text, self._text = self._text[:end], self._text[end:]
         if self._kind != REASONING:
             return self._feed_inner(text)

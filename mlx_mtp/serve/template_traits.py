@@ -25,7 +25,7 @@ class Traits(NamedTuple):
     arguments: "json", an object that is printed as JSON; "members", an object whose members the template reads;
         "text", a string that is printed unchanged.
     ids: "any"; "short", nine letters and digits; "numbered", `functions.NAME:NUMBER`, if the template prints a call's
-        id in place of its name.
+        id instead of its name.
     content: CONTENT if the template prints content next to calls; otherwise the empty content that calls need.
     calls, results: whether calls, and messages of role `tool`, are printed.
     reasoning: the message field from which the template reads reasoning; `reasoning_content` if it reads none.

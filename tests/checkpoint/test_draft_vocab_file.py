@@ -62,7 +62,7 @@ GOOD = {"format": 1, "vocab_size": 13, "tokenizer": "ab", "tokens": [1, 3]}
         ({**GOOD, "format": 2}, "format is 2; allowed is 1"),
         ({**GOOD, "vocab_size": True}, "vocab_size is True; expected an integer of at least 1; make the file again"),
         ({**GOOD, "vocab_size": 0}, "vocab_size is 0; expected an integer of at least 1"),
-        ({**GOOD, "tokenizer": None}, "tokenizer is None; expected a digest in hexadecimal digits; make the file again"),
+        ({**GOOD, "tokenizer": None}, "tokenizer is None; expected a digest in hexadecimal digits; make the file"),
         ({**GOOD, "tokens": []}, "the tokens are empty; allowed is a list"),
         ({**GOOD, "tokens": None}, "the tokens are NoneType; allowed is a list"),
         ({**GOOD, "tokens": [1, 2.0]}, "token 1 of the list is 2.0; allowed are integers"),

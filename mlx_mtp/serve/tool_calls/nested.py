@@ -31,8 +31,8 @@ class NestedValues:
         """Return the JSON of a value: a list or an object if its tags form one that the schema allows, else a scalar.
 
         A scalar is a string if the schema allows only that, otherwise as `untyped_as_json` converts it. If the tags
-        have several readings, the one with the shortest values counts. No text is an empty list or object if the
-        schema allows that and no string.
+        have several readings, the one with the shortest values counts. "" is an empty list or object if the schema
+        allows that and no string. schema: None allows any type. depth: number of lists and objects around the value.
         """
         types = types_of(schema, self._root)
         self._steps += 1
