@@ -109,7 +109,7 @@ class Splitter:
     def _advance(self, complete: bool | None) -> list[Part]:
         """Return the parts that later text cannot change, [] if there are none.
 
-        complete: None before the answer's end; then True, or False if a token limit cut it.
+        complete, here and in each step: None before the answer's end; then True, or False if a token limit cut it.
         """
         parts: list[Part] = []
         while self.stopped is None and self._text and (found := self._step(complete)) is not None:
@@ -244,7 +244,7 @@ class Splitter:
             self._searched = at + 1
 
     def _read_to_end(self, text: str, *, complete: bool) -> list[ToolCall]:
-        """Return the calls of a text, [] if it contains anything else."""
+        """Return the calls of a text, [] if it contains anything else. complete: as in `CallFormat.read`."""
         reading = self._format.read(text, self._tools, complete=complete) if self._format else None
         return reading.calls if reading and not text[reading.end :].strip() else []
 

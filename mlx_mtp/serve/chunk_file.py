@@ -207,7 +207,10 @@ def _begin(named: list, records: list, digests: list[str], state: dict[str, Any]
 
 
 def _digest(state: dict[str, Any], end: int, record: dict[str, Any], arrays: dict[str, mx.array]) -> Any:
-    """Return the hash object of a chunk that ends at position `end`, still without the bytes of its arrays."""
+    """Return the hash object of a chunk that ends at position `end`, still without the bytes of its arrays.
+
+    state: format and identity of the file. record: from `_record`. arrays: from `_named`.
+    """
     kinds = [(name, DTYPES[array.dtype], array.shape) for name, array in arrays.items()]
     return hashlib.sha256(json.dumps([state, end, record, kinds]).encode())
 

@@ -105,7 +105,10 @@ def _described(tool: Any) -> Any:
 
 
 def _typed(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema with a description and exactly one type, by default string; also its properties and items."""
+    """Return a schema with a description and exactly one type, by default string; also its properties and items.
+
+    root: where `$ref` is resolved to find the type.
+    """
     schema = schema if isinstance(schema, dict) else {}
     types = sorted(types_of(schema, root) - {"null"}) or ["string"]
     found = {"description": "", **schema, "type": types[-1]}

@@ -318,7 +318,10 @@ def compare_rows(served: Served) -> Iterator[bool]:
 def _decode(
     served: Served, job: Job, caches: list[PromptCache], max_tokens: int, cached: int, crowded: Callable[[], bool]
 ) -> Generator[None, None, None]:
-    """Decode the answer; send its parts and End, yielding after each cycle. caches: as in `BatchDecoder.decode`."""
+    """Decode the answer; send its parts and End, yielding after each cycle. caches: as in `BatchDecoder.decode`.
+
+    cached: number of prompt tokens from the prefix cache. crowded: as in `answer`.
+    """
     request, stats = job.request, Stats()
     splitter = _splitter_for(served, request)
     begun = Continuation(served.tokenizer, request.prompt) if request.continues else None

@@ -88,7 +88,7 @@ def _call_traits(tokenizer: Any) -> Traits:
 
 
 def probes(tokenizer: Any, arguments: dict[str, Any]) -> Iterator[Probe]:
-    """Yield a call in each form that the template accepts, the commonest form first.
+    """Yield a call with these arguments in each form that the template accepts, the commonest form first.
 
     The call's result is rendered too, unless the template accepts no form with it.
     """

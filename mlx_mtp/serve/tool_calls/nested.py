@@ -46,7 +46,10 @@ class NestedValues:
         return dumps(text) if types == {"string"} else untyped_as_json(text, types)
 
     def _container(self, text: str, kind: str, schema: Schema | None, depth: int) -> str | None:
-        """Return the JSON of the list or object that the whole text is; None if none is found within MOST_STEPS."""
+        """Return the JSON of the list or object that the whole text is; None if none is found within MOST_STEPS.
+
+        kind: "array" or "object". schema, depth: as in `as_json`.
+        """
         seen: set[tuple[int, frozenset[str]]] = set()
         stack = [iter([Position(0, (), frozenset())])]
         while stack and self._steps < MOST_STEPS:
