@@ -211,7 +211,7 @@ def _of_passes(found: Found) -> Iterator[Time]:
 
 
 def _of_phases(found: Found) -> Iterator[Time]:
-    """Yield a profile's median seconds per cycle: draft, verify with its acceptance, all phases but the prefill."""
+    """Yield a profile's median seconds per cycle: draft, verify with its acceptance, all of these and the host's."""
     context = found["options"]["context"] or found["tokens"] // 2
     rows, cycles = found["options"]["k"] + 1, max(1, found["cycles"])
     parts: dict[str, Sequence[float]] = {name: s for name, s in found["seconds"].items() if name != "prefill"}
