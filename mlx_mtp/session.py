@@ -212,7 +212,7 @@ class ChatSession:
         return found[len(self._prefix_pictures) :] if before == len(self._system) else found
 
     def idle(self) -> IdleTrials:
-        """Return a context manager that runs pending kernel trials while the program waits for the next message."""
+        """Return a context manager that runs pending kernel trials while the program waits; see IdleTrials."""
         return IdleTrials(self.model)
 
     def ask(self, text: str, progress: Progress | None = None, images: Any = None) -> Responses:

@@ -49,7 +49,8 @@ class Controls:
     def _controller(self, sequences: int, k: int, how: dict[str, Any]) -> Controller:
         """Return a controller that starts with the model's costs of this number of sequences, or the nearest number.
 
-        The controller's costs, which it continues to update, become the model's costs of this number.
+        If the model has none, it starts with Controller's own. The controller's costs, which it continues to update,
+        become the model's costs of this number. k: maximum drafts. how: further arguments of `Controller`.
         """
         costs = learned(self.model)
         known = costs.together_replayed if self.replayed else costs.together

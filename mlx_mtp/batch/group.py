@@ -282,7 +282,7 @@ class Group:
         return members, merged(run, [each for _, each in joining], mx.array(order))
 
     def _prefill_heads(self, sequence: Sequence) -> None:
-        """Let the drafter read a sequence's unread rows before position `sequence.base`; then empty the backlog."""
+        """Let the drafter read a sequence's unread hidden rows before position `sequence.base`; empty the backlog."""
         cache, base = sequence.cache, sequence.base
         assert self.drafter
         first = base - self.drafter.behind(cache)

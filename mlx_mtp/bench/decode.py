@@ -298,7 +298,7 @@ def measure(session: Session, prompts: Sequence[BenchPrompt], settings: LoopSett
 
 
 def _readers(session: Session, prompt: BenchPrompt, settings: LoopSettings) -> dict[str, Reader]:
-    """Return a Reader, after its prefill of the prompt, per loop that can run; mlx-lm's may be left out."""
+    """Return a Reader by loop name, after its prefill of the prompt; without mlx-lm's if that raises an error."""
     readers, settings = {}, replace(settings, grammar=prompt.grammar, pictures=prompt.pictures)
     for loop in session.loops:
         try:
@@ -314,7 +314,7 @@ def _readers(session: Session, prompt: BenchPrompt, settings: LoopSettings) -> d
 def _differences(
     session: Session, prompt: BenchPrompt, settings: LoopSettings, found: dict[str, list[TimedRun]]
 ) -> list[dict[str, Any]]:
-    """Return a line per loop whose text differs from our plain loop's although it must not: first position, tokens.
+    """Return a dict per loop whose tokens differ from our plain loop's but must not: first position, tokens there.
 
     Texts of our other loops may differ with synthetic acceptance, FREE's always, and mlx-lm's with a temperature.
     """

@@ -120,7 +120,8 @@ def open_subject(
         label = "random weights" if layers is None else f"random weights, the first {layers} layers only"
     else:
         if layers is not None:
-            raise ValueError(f"layers={layers}: only for random weights; allowed with config")
+            omit = "give config instead of a checkpoint, or omit layers"
+            raise ValueError(f"layers={layers}: only for random weights; {omit}")
         if path is None:
             path = demo_path() if model in (None, DEMO) else find_checkpoint(model)  # type: ignore[arg-type]
         with warnings.catch_warnings():

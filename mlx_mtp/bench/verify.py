@@ -110,7 +110,7 @@ class VerifyPass:
         return verify(frame, last, drafts)
 
     def run(self, rows: int, start: int, states: int) -> float:
-        """Return the seconds of evaluating the pass that `graph` returns; building the pass is not timed."""
+        """Return the seconds of evaluating the pass of `graph` with these arguments; building it is not timed."""
         found = self.graph(rows, start, states)
         mx.synchronize()
         tic = perf_counter()

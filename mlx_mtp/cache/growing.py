@@ -76,7 +76,10 @@ class LinearKVCache(LayerCache):
             part[:, :, slot:end] = rows
 
     def _visible(self, rows: int) -> slice:
-        """Return a slice of the buffers' rows, those that attention reads once `rows` more rows are written."""
+        """Return the slice of the buffers' rows that attention gets once `rows` more rows are written.
+
+        If the device counts positions, it has further rows, which the mask hides.
+        """
         if isinstance(self.offset, int):
             return slice(self.start, self.offset + rows)
         return slice(0, round_up(self.limit + rows))

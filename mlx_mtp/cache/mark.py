@@ -7,7 +7,10 @@ import mlx.core as mx
 
 @dataclass(frozen=True)
 class Quantizing:
-    """A pending request: quantize the target's caches before position `start` is read, in groups to `bits` bits."""
+    """A pending request: before position `start` is read, quantize the target's caches to `bits` bits per value.
+
+    group_size: number of values that share a scale.
+    """
 
     start: int
     bits: int

@@ -19,6 +19,7 @@ from ..machine.errors import one_line
 from ..machine.paths import expanded
 
 FORMAT = 1
+AGAIN = "make the file again with `mlx-mtp draft-vocab`"
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,9 @@ def read(given: str | Path | Sequence[int]) -> DraftVocab:
         raise ValueError(f"{file}: format is {found!r}; allowed is {FORMAT}, {wrote}")
     size, tokenizer = entries.get("vocab_size"), entries.get("tokenizer")
     if type(size) is not int or size < 1:
-        raise ValueError(f"{file}: vocab_size is {size!r}; allowed are integers from 1 on")
+        raise ValueError(f"{file}: vocab_size is {size!r}; expected an integer of at least 1; {AGAIN}")
     if not isinstance(tokenizer, str):
-        raise ValueError(f"{file}: tokenizer is {tokenizer!r}; allowed is a digest in hexadecimal digits")
+        raise ValueError(f"{file}: tokenizer is {tokenizer!r}; expected a digest in hexadecimal digits; {AGAIN}")
     vocab = DraftVocab(_tokens(str(file), entries.get("tokens")), str(file), size, tokenizer)
     vocab.check(size)
     return vocab

@@ -176,7 +176,10 @@ def largest_context(model: Target, budget: int, *, chunk: int = CHUNK, longest: 
 
 
 def _largest(model: Target, cache: PromptCache, room: int, chunk: int, longest: int = LONGEST) -> int:
-    """Return about the largest number of positions whose caches and temporary arrays fit in `room` bytes, or 0."""
+    """Return about the largest number of positions whose caches and temporary arrays fit in `room` bytes, or 0.
+
+    cache: an empty one of the layout. chunk: tokens per prefill chunk. longest: the maximum of the result.
+    """
     if sum(_caches_and_scratch(model, cache, longest, min(chunk, longest))) <= room:
         return longest
     near, far = (_caches_and_scratch(model, cache, n * chunk, chunk)[2] for n in (2, 66))
@@ -193,9 +196,10 @@ def _largest(model: Target, cache: PromptCache, room: int, chunk: int, longest: 
 
 
 def _fitting(model: Target, budget: int, asked: Budget) -> Iterator[str]:
-    """Yield in words what would fit: a shorter context, one with quantized caches; nothing if the weights do not.
+    """Yield in words what would fit: the largest context, and a longer one with 8 and with 4 kv_bits.
 
-    budget: bytes for weights, caches and temporary arrays. asked: the load's Budget.
+    The latter are at most the requested context. Nothing if no context fits. budget: bytes for weights, caches and
+    temporary arrays. asked: the load's Budget.
     """
     plain = largest_context(model, budget, chunk=asked.step, **asked.layout)
     if plain:

@@ -119,7 +119,7 @@ def check_sampling(sampling: Sampling, sampler: Sampler | None, mode: str) -> No
 
 
 def default_chunk(model: Any) -> int:
-    """Return the tokens per prefill chunk: ON_CPU on a CPU, else the choice of the load, by default the smallest."""
+    """Return the tokens per prefill chunk: ON_CPU on a CPU, else the load's choice or, without one, CHUNKS[-1]."""
     if mx.default_device() == mx.cpu:
         return ON_CPU
     return (model.report and model.report.prefill_chunk) or CHUNKS[-1]

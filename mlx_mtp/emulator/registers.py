@@ -67,14 +67,14 @@ class Registers(NamedTuple):
 def registers(text: str, name: str = "program_source", words: int = WORDS) -> Registers:
     """Return the proxy's register counts of a kernel text as MLX generates it, for `words` registers per thread.
 
-    Raises CompileError if it does not compile or calls undefined functions, and ValueError if `ziglang` is not
-    installed or too old.
+    Raises CompileError if it does not compile for the proxy's GPU (it may compile for Metal), or calls undefined
+    functions, and ValueError if `ziglang` is not installed or too old.
     """
     source = _compiled(expanded(text, name))
     output = ["-Xclang", "-include-pch", "-Xclang", str(_parsed()), "-S", "-o", "-"]
     assembly, messages = run([*_command(), *output], _with_entry(source, words), name)
     if messages:
-        raise CompileError(f"kernel {name} does not compile for registers:\n{_lines(messages)}")
+        raise CompileError(f"kernel {name} does not compile for the register count:\n{_lines(messages)}")
     if undefined := sorted(set(_CALL.findall(assembly))):
         where = f"{STRICT.name}/registers.h must define to count registers"
         raise CompileError(f"kernel {name} calls {', '.join(undefined)}, which {where}")

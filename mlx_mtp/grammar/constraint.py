@@ -150,7 +150,7 @@ def _parser(own: Any, grammar: Grammar, *, style: bool = False) -> Any:
 
 
 def _style(own: Any, text: str) -> Any:
-    """Return a matcher as `_parser` does, with lower limits.
+    """Return a matcher as `_parser` does, with lower limits. own: llguidance's tokenizer. text: of the style.
 
     None if the text is invalid, the matcher is in error, or it forces more than MOST_FORCED bytes at the start.
     """

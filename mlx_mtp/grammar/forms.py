@@ -26,7 +26,7 @@ class Grammar:
     """A grammar for an answer, made by `json_schema`, `json`, `regex` or `lark`.
 
     text:      llguidance's form of it. name: how messages name it.
-    styles:    the same grammar with fixed separators, per usual style: drafts of what a model most likely writes.
+    styles:    the same form with the separators of each usual style fixed: for drafts of what a model likely writes.
     tokenizer: used where a function has no tokenizer; not part of the grammar's identity.
     """
 
@@ -121,7 +121,7 @@ def either(first: Grammar, second: Grammar) -> Grammar:
 
 
 def _either(*texts: str) -> str:
-    """Return llguidance's text of a grammar that accepts what any of these does; each is a grammar's JSON or Lark."""
+    """Return llguidance's JSON of a grammar that accepts what any of these does; each is a grammar's JSON or Lark."""
     found = []
     for i, text in enumerate(texts):
         inner = json_text.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
@@ -132,7 +132,10 @@ def _either(*texts: str) -> str:
 
 
 def _json_texts(schema: dict[str, Any], whitespace: int | str | None) -> tuple[str, tuple[str, ...]]:
-    """Return llguidance's text of a schema, and its texts with the separators of each of STYLES."""
+    """Return (llguidance's JSON of a schema, its JSON with the separators of each of STYLES).
+
+    The second is () if `whitespace` leaves no choice of style.
+    """
     own, styles = _spacings(whitespace)
     return _text(schema, own), tuple(_text(schema, style) for style in styles)
 
@@ -160,9 +163,9 @@ def _spacings(whitespace: int | str | None) -> tuple[dict[str, Any], list[dict[s
 
 
 def _text(schema: dict[str, Any], spaces: dict[str, Any]) -> str:
-    """Return llguidance's text of a schema; ValueError if llguidance refuses it.
+    """Return llguidance's JSON of a schema; ValueError if llguidance refuses it.
 
-    All options are overrides: those in the schema change nothing.
+    spaces: llguidance's options for white space. All options are overrides: those in the schema change nothing.
     """
     make = llguidance().LLMatcher.grammar_from_json_schema
     try:

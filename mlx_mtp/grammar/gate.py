@@ -58,10 +58,11 @@ class Place(NamedTuple):
 class GatedMatcher(Matcher):
     """A matcher whose grammar applies where a gate states.
 
-    Within `opens` or a text of `instead` that has begun, only its next token is allowed, or also the grammar's where
-    both have begun alike. Elsewhere all tokens are allowed, with two exceptions while a text is awaited: the end of
-    text, unless the gate is optional, and, without patterns, tokens that contain the end of that text and more,
-    because the grammar begins with a token.
+    Where `opens` or a text of `instead` may begin, the grammar's tokens and the first token of that text are allowed.
+    Within such a text only its next token is allowed, or also the grammar's where both have begun alike. Where
+    neither applies all tokens are allowed, with two exceptions while a text is awaited: the end of text, unless the
+    gate is optional, and, without patterns, tokens that contain the end of that text and more, because the grammar
+    begins with a token.
     """
 
     def __init__(self, *how: Any, gate: Gate, vocabulary: Vocabulary):

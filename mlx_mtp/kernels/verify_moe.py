@@ -110,7 +110,7 @@ def visitors(m: int, most: int = VISITS[-1]) -> int:
 
 
 def moe_splits(m: int) -> bool:
-    """Return whether `split` makes the groups of an expert's rows smaller for m rows."""
+    """Return whether verify_moe with `split`, for m rows, processes fewer rows of an expert together."""
     return visitors(m) > SPLIT_INNER
 
 
@@ -124,7 +124,7 @@ def _template(weights: Quantized, dtype: mx.Dtype, rows: int) -> dict[str, objec
 
 
 def _inner_metal(x: mx.array, experts: Experts, pairs: Pairs, limit: float | None, split: bool) -> mx.array:
-    """Return `down`'s input: the activation of gate and up for each pair."""
+    """Return `down`'s input, [pairs, I]: the activation of gate and up for each pair of a row and its expert."""
     n, count, op = experts.up.w.shape[1], pairs.tokens.size, "moe_relu2"
     inputs = {**arrays(experts.up, x.dtype, "up"), "x": x}
     if experts.gate is not None:

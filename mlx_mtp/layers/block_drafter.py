@@ -83,7 +83,10 @@ class BlockPlace(NamedTuple):
 
     @classmethod
     def of(cls, first: mx.array, block: int, context: mx.array | None, last: mx.array | None) -> "BlockPlace":
-        """Return the place of `block` rows after context rows 0..last, int32 [n]; the caches are at `first`."""
+        """Return the BlockPlace of a block of `block` rows in caches whose next position is `first`, int32 [n].
+
+        It follows the context rows 0..last, with `last` int32 [n]; without these it begins at `first`.
+        """
         if context is None or last is None:
             return cls(first, None, None, {})
         count, rows = last + 1, context.shape[1]

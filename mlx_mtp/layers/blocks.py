@@ -15,12 +15,12 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from ..kernels import BLOCK_FORMATS, block_mode, block_product, dequantized_blocks, quantized_blocks
 
 MOST_PAIRS = 512  # pairs of a row and an expert from which each expert's rows are found, instead of a copy per pair
-PAIR_WEIGHTS = 1 << 22  # weights that are copied at a time
+PAIR_WEIGHTS = 1 << 22  # number of weights that are copied at a time
 WORDS = mx.uint16  # of scales; no other format has scales of this type
 
 
 class Blocks:
-    """Mixin for a module with packed codes `weight` and words `scales` of the block format that `mode` names."""
+    """Mixin for a module in the block format that `mode` names: packed codes `weight`, uint16 words `scales`."""
 
     def dequantized(self: Any) -> mx.array:
         """Return all weights in float32."""

@@ -142,17 +142,17 @@ def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int
         bias=bool(layer.get("attention_bias")),
         layers=_option(config, "num_target_layers"),
         frozen_embedding=SPECULATORS in config,
-        **_output(config, own),
+        **_variant(config, own),
     )
     if vocab != known and shape.selector:
         raise ValueError(f"draft_vocab_size={known}: allowed is {vocab}, because the selector scores all tokens")
     return BlockNetwork(shape, own & {"embed_tokens", "head", "d2t"})
 
 
-def _output(config: dict, own: set[str]) -> dict[str, Any]:
-    """Return BlockShape's fields for what follows the drafter's layers, and for `drafts`, its drafts per cycle.
+def _variant(config: dict, own: set[str]) -> dict[str, Any]:
+    """Return BlockShape's fields for drafts per cycle, scales and softcap, and DFlash2's and DSpark's parts.
 
-    own: first parts of its tensors' names. ValueError for unsupported values.
+    own: first parts of the names of the drafter's tensors. ValueError for unsupported values.
     """
     spark = "markov_head" in own or config.get(SPECULATORS) == "dspark"
     anchored, size = bool(_option(config, "sample_from_anchor", spark)), _number(config, "block_size", 16)

@@ -78,9 +78,9 @@ class Place(NamedTuple):
 
     @property
     def shift(self) -> int:
-        """The number, 0 or less, that is added to the positions of later rows.
+        """What this picture adds to the positions of all later rows, 0 or less.
 
-        A picture takes as many positions as its longer side has rows.
+        Its height * width rows take only max(height, width) positions.
         """
         return max(self.height, self.width) - self.height * self.width
 

@@ -81,7 +81,7 @@ def check_divides(model: Any, ranks: int, name: str) -> None:
         if not _divides(size, ranks, kv=kv):
             fits = (n for n in range(1, MAX_LISTED + 1) if all(_divides(s, n, kv=kv) for _, s, kv in sizes))
             allowed = ", ".join(map(str, fits))
-            raise ValueError(f"ranks={ranks}: model_type {name!r} has {size} {what}; allowed are {allowed}")
+            raise ValueError(f"ranks={ranks}: model_type {name!r} has {size} {what}; allowed ranks are {allowed}")
 
 
 def _divides(size: int, ranks: int, *, kv: bool) -> bool:
@@ -150,7 +150,10 @@ def _take_scales(layer: Any) -> dict[str, Taken]:
 
 
 def _put_scales(layer: Any, taken: dict[str, Taken]) -> None:
-    """Put the output scales back into a layer's split linears, of those per row this rank's part."""
+    """Put the output scales back into a layer's split linears: of a scale per row this rank's part, any other whole.
+
+    taken: from `_take_scales`, before the split.
+    """
     modules = dict(layer.named_modules())
     for path, (scale, bias) in taken.items():
         module: Any = modules[path]

@@ -107,7 +107,10 @@ class Splitter:
         return parts
 
     def _advance(self, complete: bool | None) -> list[Part]:
-        """Return the parts that are certain. complete: None before the answer's end, then False if a limit cut it."""
+        """Return the parts that later text cannot change, [] if there are none.
+
+        complete, here and in each step: None before the answer's end; then True, or False if a token limit cut it.
+        """
         parts: list[Part] = []
         while self.stopped is None and self._text and (found := self._step(complete)) is not None:
             parts += found
@@ -117,7 +120,10 @@ class Splitter:
         return parts
 
     def _at_start(self, complete: bool | None) -> list[Part] | None:
-        """Detect reasoning or a call without a mark at the answer's start; return [], None to wait for text."""
+        """Choose whether reasoning, a call or content starts the answer; return [], or None if more text is needed.
+
+        Reasoning starts with its mark, which is dropped; a call may lack its mark, and is held.
+        """
         text = self._text.lstrip()
         waits = complete is None and not self._first(self._text, self._stops)[1]
         if self._think_start and waits and self._think_start.startswith(text):
@@ -145,7 +151,10 @@ class Splitter:
         return self._until_call(at, mark, complete, reasoning=True)
 
     def _read_calls_in_reasoning(self, complete: bool | None) -> list[Part] | None:
-        """Read the calls at the end of reasoning, once it has ended; if content follows, their text is reasoning."""
+        """Read the calls at the end of reasoning, and put them aside; return [], or None before reasoning has ended.
+
+        If no call can be read, return `_no_call`. If content follows the calls, their text is reasoning.
+        """
         end = self._text.find(self._think_end)
         if end < 0 and complete is None:
             return None
@@ -161,7 +170,7 @@ class Splitter:
     def _after_reasoning(self, complete: bool | None) -> list[Part] | None:
         """Drop the line breaks after reasoning; all white space if calls ended it and nothing else follows.
 
-        If text follows such calls, return their text as reasoning. None if more text is needed.
+        Return [] or, if text follows such calls, their text as reasoning; None if more text is needed.
         """
         if not self._text.strip() and complete is None and not self._first(self._text, self._stops)[1]:
             return None
@@ -186,9 +195,11 @@ class Splitter:
         return self._until_call(at, mark, complete)
 
     def _until_call(self, at: int, mark: str, complete: bool | None, *, reasoning: bool = False) -> list[Part] | None:
-        """Return the text before a possible call at `at`, or before the start of a mark at the text's end.
+        """Remove and return the pending text before a possible call at `at`; None if more text is needed.
 
-        None if more text is needed. From the start of a call on, text is held.
+        If `at` starts no call, that is the text up to and with the mark's first character; without a mark, all but a
+        mark's start at the text's end. From the start of a call on, text is held. mark: found at `at`, "" for none.
+        complete: as in `_advance`. reasoning: the text is reasoning.
         """
         if mark and (begins := self._begins_call(self._text, at)) is not False:
             self.holding = bool(begins) or complete is not None
@@ -233,7 +244,7 @@ class Splitter:
             self._searched = at + 1
 
     def _read_to_end(self, text: str, *, complete: bool) -> list[ToolCall]:
-        """Return the calls of a text, [] if it contains anything else."""
+        """Return the calls of a text, [] if it contains anything else. complete: as in `CallFormat.read`."""
         reading = self._format.read(text, self._tools, complete=complete) if self._format else None
         return reading.calls if reading and not text[reading.end :].strip() else []
 

@@ -152,7 +152,10 @@ class ChoicesRequest(ApiRequest):
 
 
 def data(event: dict[str, Any] | str) -> str:
-    """Return an event of a stream, in ASCII: some clients end a line at any of Unicode's separators."""
+    """Return the text of a server-sent event: JSON in ASCII, as some clients end lines at Unicode's separators.
+
+    event: an object, whose `type`, if any, is the event's name; or a text, which is sent unchanged, without a name.
+    """
     if isinstance(event, str):
         return f"data: {event}\n\n"
     named = f"event: {event['type']}\n" if "type" in event else ""
@@ -164,7 +167,7 @@ def new_id(prefix: str) -> str:
 
 
 def openai_error(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Return an error body in OpenAI's form, whose type follows from the HTTP status."""
+    """Return an error body in OpenAI's form, whose type follows from the status. param, code: as in `Refused`."""
     kinds = {401: "authentication_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
@@ -285,7 +288,8 @@ def _next_prompt(
     """Return the tokens of the expected prompt of the next turn, with an empty new message, for a prefill in advance.
 
     It contains the conversation, the answer of `parts`, and empty results of its calls or, without calls, an empty
-    question: templates drop the reasoning before a question, and keep it before a tool result.
+    question: templates drop the reasoning before a question, and keep it before a tool result. ids: of the response's
+    calls. continues: the answer continues the last message.
     """
     calls = [function_call(ids.of(0, i), name, given) for i, (name, given) in enumerate(calls_of(parts))]
     answer = message_of("assistant", text_of(parts), text_of(parts, reasoning=True), calls)

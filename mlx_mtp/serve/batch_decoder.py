@@ -26,7 +26,7 @@ def decode_alone(
     """Yield the responses of a job that is decoded without a batch, and None once per cycle, so that others can run.
 
     prompt: the tokens that are not in `prompt_cache` of `options`. options: of `stream_generate`, with stats.
-    crowded: returns whether other jobs run between the cycles; its result is set in the stats at each response.
+    crowded: returns whether other jobs run between the cycles; `stats.crowded` is set to that at each response.
     """
     return _with_turns(stream_generate(model, tokenizer, prompt, **options), options["stats"], crowded)
 
@@ -47,7 +47,7 @@ class BatchDecoder:
 
     options: keyword arguments of `stream_generate` for all jobs. step: size of a prefill chunk.
     all: this decoder and those of the model's other adapters, each with a batch of its own and the adapter that was
-    selected when it was created. other: one of those.
+    selected when it was created. other: one of those; None for the first.
     """
 
     def __init__(

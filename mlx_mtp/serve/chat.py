@@ -135,7 +135,8 @@ def messages_of(
 
     Contents become `forms.Content`, the role developer becomes system, and function becomes tool. warnings: appended
     to. pictures: collects those of the messages; without it they are refused, in a tool result replaced by a line of
-    text. result: name of the field of a tool result, for warnings and errors.
+    text. In a message of the assistant they are always refused. result: name of the field of a tool result, for
+    warnings and errors.
     """
     return [_message(message, warnings, pictures, result) for message in given]
 

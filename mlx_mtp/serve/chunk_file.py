@@ -53,7 +53,8 @@ FOREIGN = Stored()  # stands for a file of another format
 def write_chunks(file: Path, path: list[Chunk], identity: str) -> Iterator[int]:
     """Write a path's chunks to a file, about PIECE bytes per step; yield the number of bytes written so far.
 
-    The file is complete only when the iterator has ended, which writes the digests.
+    path: the chunks of one sequence, in order. identity: as in `Stored`. The file is complete only when the iterator
+    has ended, which writes the digests.
     """
     named, records = [_named(chunk) for chunk in path], [*map(_record, path)]
     state = {"format": FORMAT, "identity": identity}
@@ -105,7 +106,7 @@ class ChunkReader:
                 self._read(entries)
 
     def _read(self, entries: dict[str, Any]) -> None:
-        """Group the header's entries by chunk, and set `stored`; ValueError if the file's size does not match."""
+        """Group the header's entries by chunk, and set `stored`; ValueError if the file's size is another one."""
         self._records = self._state.pop("chunks")
         self._entries: list[dict[str, Any]] = [{} for _ in self._records]
         for name, entry in entries.items():
@@ -157,7 +158,7 @@ class ChunkReader:
 
 
 def _named(chunk: Chunk) -> dict[str, mx.array]:
-    """Return a chunk's arrays by "kind.index.part"; the index is that of the cache, or of the array of this kind."""
+    """Return a dict of a chunk's arrays by "kind.index.part"; index: of the cache, or of the array of this kind."""
     kinds: dict[str, dict[int, Parts]] = {"rows": dict(enumerate(chunk.rows))}
     if chunk.checkpoint:
         kinds["kept"] = {i: (row,) for i, row in enumerate(chunk.checkpoint.kept)}
@@ -178,7 +179,10 @@ def _record(chunk: Chunk) -> dict[str, Any]:
 
 
 def _rebuilt(record: dict[str, Any], end: int, arrays: dict[str, mx.array], like: PromptCache) -> Chunk:
-    """Return the chunk for a record and arrays, the inverse of `_record` and `_named`."""
+    """Return the chunk for a record and arrays, the inverse of `_record` and `_named`.
+
+    end: the position after its last token. like: as in `ChunkReader.chunk`.
+    """
     groups: dict[str, dict[int, Parts]] = {"rows": {}, "kept": {}, "backlog": {}, "whole": {}}
     for name, array in arrays.items():
         kind, i, _ = name.split(".")
@@ -193,14 +197,20 @@ def _rebuilt(record: dict[str, Any], end: int, arrays: dict[str, mx.array], like
 
 
 def _begin(named: list, records: list, digests: list[str], state: dict[str, Any]) -> bytes:
-    """Return the header of a file; its length does not depend on the digests."""
+    """Return a file's header as bytes; their number does not depend on the digests.
+
+    named, records, digests: of each chunk, in the order of the path. state: further entries of the metadata.
+    """
     chunks = [{**record, "digest": digest} for record, digest in zip(records, digests, strict=True)]
     tensors = {f"{i}.{name}": array for i, arrays in enumerate(named) for name, array in arrays.items()}
     return header(tensors, {"mlx_mtp": json.dumps({**state, "chunks": chunks}, separators=(",", ":"))})
 
 
 def _digest(state: dict[str, Any], end: int, record: dict[str, Any], arrays: dict[str, mx.array]) -> Any:
-    """Return the hash object of a chunk that ends at position `end`, still without the bytes of its arrays."""
+    """Return the hash object of a chunk that ends at position `end`, still without the bytes of its arrays.
+
+    state: format and identity of the file. record: from `_record`. arrays: from `_named`.
+    """
     kinds = [(name, DTYPES[array.dtype], array.shape) for name, array in arrays.items()]
     return hashlib.sha256(json.dumps([state, end, record, kinds]).encode())
 

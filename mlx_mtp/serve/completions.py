@@ -71,7 +71,7 @@ def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 
 def _prompts(given: Any, info: ModelInfo) -> list[Prompt]:
-    """Return one prompt for a text or for token ids, or several for a list of them. Raises Refused."""
+    """Return a list of one prompt for a text or for token ids, or of several for a list of these. Raises Refused."""
     several = isinstance(given, list) and given and not all(type(each) is int for each in given)
     return [_prompt(each, info) for each in (given if several else [given])]
 

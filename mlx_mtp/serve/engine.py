@@ -230,7 +230,7 @@ class Engine:
             del self._queue[0]
 
     def _end_prefill_for(self, request: DecodeRequest) -> None:
-        """End the background prefill if a new prompt, of the same adapter, starts with all its tokens so far, if any.
+        """End the background prefill if it has read tokens, and a new prompt of its adapter starts with all of these.
 
         The prefill then gives its last chunk a checkpoint, so that the prompt can continue there.
         """
@@ -286,7 +286,7 @@ class Engine:
                         self._finished.add(self.served, job, cache)
 
     def _broadcast(self, action: str, number: int = PREFILL, content: Any = None) -> None:
-        """Send an instruction to the other ranks, if there are any."""
+        """Send an instruction of `follow` to the other ranks, if there are any. number: of the job, or PREFILL."""
         if self.served and self.served.ranks:
             self.served.ranks.broadcast((action, number, content))
 

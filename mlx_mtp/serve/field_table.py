@@ -177,7 +177,7 @@ PARENTS = {name.partition(".")[0] for name in FIELDS if "." in name}
 
 
 def check_fields(api: str, body: dict[str, Any]) -> list[str]:
-    """Return a warning for each unknown field; raises Refused for a refused field unless its value is neutral.
+    """Return a list of warnings of unknown fields; raises Refused for a refused field unless its value is neutral.
 
     Members of the objects that FIELDS lists with a dot are checked too. Values of honoured fields are not.
     """

@@ -78,7 +78,7 @@ def has_picture(content: Content | None) -> bool:
 
 
 def _merged(message: Message, more: Message) -> Message:
-    """Merge the contents, reasoning and tool calls of two messages; for another field of both, `more` counts."""
+    """Return one message with contents, reasoning and tool calls of two; for another field of both, `more` counts."""
     found = {**message, **more}
     for name, space in (("content", "\n\n"), ("reasoning_content", "\n")):
         if texts := [each[name] for each in (message, more) if each.get(name)]:
@@ -105,7 +105,10 @@ def _described(tool: Any) -> Any:
 
 
 def _typed(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema with a description and exactly one type, by default string; also its properties and items."""
+    """Return a schema with a description and exactly one type, by default string; also its properties and items.
+
+    root: where `$ref` is resolved to find the type.
+    """
     schema = schema if isinstance(schema, dict) else {}
     types = sorted(types_of(schema, root) - {"null"}) or ["string"]
     found = {"description": "", **schema, "type": types[-1]}
@@ -146,7 +149,10 @@ def _with_neighbours_joined(conversation: Conversation) -> Conversation:
 
 
 def _with_one_call_a_turn(conversation: Conversation) -> Conversation:
-    """Split an answer with several calls into one per call, each with its results; the first has the content."""
+    """Split an answer with several calls into one per call, each with its results; the first has the content.
+
+    The content includes reasoning. Results without a call of the answer follow the last one.
+    """
     found: list[Message] = []
     rest = conversation.messages
     while rest:
@@ -222,7 +228,7 @@ def _call_as_text(call: dict[str, Any]) -> str:
     return f'<tool_call>\n{{"name": {dumps(name)}, "arguments": {written}}}\n</tool_call>'
 
 
-# The changes that alter a prompt least come first.
+# Each returns a changed copy of a conversation; those that alter a prompt least come first.
 CHANGES: tuple[Change, ...] = (
     _with_a_list_of_tools,
     _with_tools_described,

@@ -134,7 +134,7 @@ class FramedSplitter:
         return self._kind == REASONING
 
     def feed(self, text: str, logprobs: TokenLogprob | None = None) -> list[Part]:
-        """Add the next piece of the answer; return the parts that later pieces cannot change, [] without any."""
+        """Add a piece of the answer and its token's logprobs; return the parts that later pieces cannot change."""
         if logprobs:
             self._logprobs.append(logprobs)
         self._text += text
@@ -154,7 +154,10 @@ class FramedSplitter:
         return parts
 
     def _between(self, final: bool) -> list[Part] | None:
-        """Enter the frame that starts the text, or content without one; return [], or None if more text is needed."""
+        """Enter the frame that starts the text, or content without one; return [], or None if more text is needed.
+
+        final, here and in the next two: the answer has ended.
+        """
         begin = self._patterns.begin.match(self._text, partial=True)
         if begin and begin.partial and not final and len(self._text) < MOST_UNCERTAIN:
             return None
@@ -198,7 +201,7 @@ class FramedSplitter:
         return False
 
     def _emit(self, end: int) -> list[Part]:
-        """Remove the first `end` characters from the text; return them as reasoning, or content's parts."""
+        """Remove the first `end` characters of the text; return them as reasoning, or the inner splitter's parts."""
         text, self._text = self._text[:end], self._text[end:]
         if self._kind != REASONING:
             return self._feed_inner(text)

@@ -92,7 +92,7 @@ class RootPath:
 
 
 class Guard:
-    """ASGI middleware that rejects requests that violate `Rules`; `refused` creates the error response."""
+    """ASGI middleware that rejects requests that violate `Rules`, with the response `refused(request, error)`."""
 
     def __init__(self, app: ASGIApp, rules: Rules, refused: Any):
         self.app, self.rules, self.refused = app, rules, refused

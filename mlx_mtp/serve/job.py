@@ -130,9 +130,10 @@ LOST = Failed(500, "the request failed; the server's log has the reason")
 class Job:
     """One choice of a response in the engine's queue or among its active jobs.
 
-    emit: passes an event from the engine's thread to the client's. begun: when the request arrived. prefilling: the
-    prompt is not complete in the cache. finished: removed from the engine. lost: an event did not reach the client.
-    cancelled, deadline (of time.monotonic()): the engine ends the job at its next step.
+    emit: passes an event from the engine's thread to the client's. begun: time.monotonic() at which the request
+    arrived. parts: those of the answer so far. prefilling: the prompt is not complete in the cache. finished: removed
+    from the engine. lost: an event did not reach the client. cancelled, deadline (of time.monotonic()): the engine
+    ends the job at its next step.
     """
 
     request: DecodeRequest
@@ -164,6 +165,7 @@ class Served(NamedTuple):
 
     options: default keyword arguments of `stream_generate`. batch: decodes all active jobs in shared passes; None on
     several ranks, where each job decodes alone. frames: marks between which the model writes the parts of an answer.
+    tool_format: of calls in answers; None: calls stay text. files: of the prefix cache; None: it is not in files.
     apart: the same with each adapter that requests can select, whose prefix cache and batch are its own.
     """
 
@@ -192,7 +194,7 @@ def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[N
     """Generate one choice, yielding after each step of the prefill and each cycle; send events with `job.send`.
 
     Return its prompt cache, also after an `Interrupted`, which sends no End; None if a batch could not copy it.
-    Raises ValueError if the prompt and one token do not fit in memory; any exception of decoding leaves it, too.
+    Raises ValueError if the prompt and one token do not fit in memory, and any exception of decoding.
     crowded: returns whether other jobs run between the steps, so that measured times are invalid.
     """
     request, served = job.request, with_adapter(served, job.request.adapter)
@@ -316,7 +318,10 @@ def compare_rows(served: Served) -> Iterator[bool]:
 def _decode(
     served: Served, job: Job, caches: list[PromptCache], max_tokens: int, cached: int, crowded: Callable[[], bool]
 ) -> Generator[None, None, None]:
-    """Decode the answer; send its parts and End, yielding after each cycle. caches: as in `BatchDecoder.decode`."""
+    """Decode the answer; send its parts and End, yielding after each cycle. caches: as in `BatchDecoder.decode`.
+
+    cached: number of prompt tokens from the prefix cache. crowded: as in `answer`.
+    """
     request, stats = job.request, Stats()
     splitter = _splitter_for(served, request)
     begun = Continuation(served.tokenizer, request.prompt) if request.continues else None

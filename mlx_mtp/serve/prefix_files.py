@@ -91,7 +91,10 @@ class PrefixFiles:
         return False
 
     def _pieces(self, tree: PrefixTree) -> Iterator[int]:
-        """Write the sequences that no file contains, a piece before each yield; the tree may change in between."""
+        """Write the sequences that no file contains, a piece before each yield; the tree may change in between.
+
+        Each is written up to its last checkpoint, without a tail (`Chunk.is_tail`).
+        """
         tried: set[Chunk] = set()
         self._refresh()
         self._make_room(0, float("inf"), ())
@@ -196,8 +199,8 @@ class PrefixFiles:
     def _make_room(self, size: int, used: float, replaced: Collection[Path]) -> bool:
         """Remove files last used before `used`, the oldest first, so that `size` more bytes fit; return True.
 
-        If they do not fit, remove none and return False; with size 0 return True anyway.
-        replaced: files whose bytes do not count.
+        If they do not fit, remove none and return False; with size 0 remove these files and return True.
+        used: in seconds since 1970. replaced: files whose bytes do not count.
         """
         counted = [*self._unfinished(), *(file for file in self.known if file not in replaced)]
         infos = {file: info for file in counted if (info := _info(file))}

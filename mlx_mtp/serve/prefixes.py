@@ -94,7 +94,7 @@ class PrefixTree:
 
     @cached_property
     def identity(self) -> str:
-        """Digest of everything except the tokens that determines the bits of a chunk."""
+        """SHA-256, in hexadecimal, of everything except the tokens that determines the bits of a chunk."""
         blank, device = self.blank, mx.device_info()
         with self.adapted():
             model = [fingerprint(blank.model, heads=heads) for heads in ([False, True] if blank.heads else [False])]
@@ -152,7 +152,7 @@ class PrefixTree:
         return join(self.blank, [chunk.rows for chunk in path], checkpoint, stored, room)
 
     def covered(self, tokens: Sequence[int]) -> int:
-        """Return the number of tokens that `take` would return; they count as used now."""
+        """Return the number of tokens in the cache that `take` would return; the chunks count as used now."""
         return max((chunk.checkpoint.length for chunk in self._matching(tokens) if chunk.checkpoint), default=0)
 
     def store(self, cache: PromptCache, *, resumable: bool) -> None:
@@ -191,9 +191,9 @@ class PrefixTree:
     def keep(self, prompt: Sequence[int], cache: PromptCache) -> PromptCache | None:
         """Store the rows of a cache that decoding has filled, as far as `prompt` has the same tokens.
 
-        Return a cache of these tokens: `cache` itself if it has no others, else a trimmed copy. None if the tree has
-        these rows, if it may not store decoded rows, or if a recurrent state or a wrapped window
-        cannot be trimmed to where the prompt differs.
+        Return a cache of these tokens: `cache` itself if it has no others, else a trimmed copy. None if there are
+        none, if the tree has these rows, if it may not store decoded rows, or if a recurrent state or a wrapped
+        window cannot be trimmed to where the prompt differs.
         """
         length = shared(cache.tokens, prompt) if self.decoded else 0
         if length <= self.covered(prompt[: length + 1]) or (found := _trimmed(cache, length)) is None:
@@ -205,7 +205,10 @@ class PrefixTree:
         return found
 
     def _child(self, above: Chunk, part: tuple[int, ...], cache: PromptCache, end: int, primed: int) -> Chunk:
-        """Return the child of a chunk for these tokens; create it from the rows before position `end` if missing."""
+        """Return the child of a chunk for these tokens; create it from the rows before position `end` if missing.
+
+        primed: that of a new chunk, as in `Chunk`.
+        """
         if (chunk := above.children.get(part)) is None:
             rows = cut(cache, (end - len(part), end), (above.primed, primed))
             chunk = above.children[part] = Chunk(part, above, rows, primed=primed)
@@ -269,7 +272,7 @@ class PrefixTree:
         self.size.chunks += sign
 
     def _can_store(self, cache: PromptCache) -> bool:
-        """Return whether a cache can be stored: it is not empty, and the tree stores and is quantized alike."""
+        """Return whether a cache can be stored: it is not empty, the tree `stores`, and both are quantized alike."""
         return bool(self.stores and cache.offset and cache.quantizing == self.blank.quantizing)
 
     def _split(self, tokens: Sequence[int], *ends: int) -> list[tuple[int, ...]]:
@@ -315,7 +318,7 @@ def _trimmed(cache: PromptCache, length: int) -> PromptCache | None:
 
 
 def comparisons(model: Target, blank: PromptCache, rows: int) -> Generator[bool, None, None]:
-    """Compare the rows of plain steps, of a verify pass, and of a chunk of `rows` (more than 4) tokens.
+    """Compare the hidden rows of plain steps, of a verify pass, and of a chunk of `rows` (more than 4) tokens.
 
     Yields False after each forward pass except the last, then the result: whether a chunk's rows differ from those of
     plain steps by at most NEAR times the difference of verify rows. With MLX's own BLAS both are 0; with a BLAS whose

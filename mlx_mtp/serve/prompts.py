@@ -82,7 +82,7 @@ class Chat(NamedTuple):
     traits: Traits
 
     def rendered(self, form: Conversation, options: dict[str, Any]) -> Rendered:
-        """Render a form, with tool-call arguments as the client wrote them if possible; ValueError if refused."""
+        """Render a form, if possible with tool-call arguments as the client wrote them; ValueError if refused."""
         options = {**options, **({} if form.tools is None else {"tools": _escaped(form.tools, self.marks.every)})}
         messages = [_escaped_message(message, self.marks, self.traits) for message in form.messages]
         escape = partial(_escaped, pattern=self.marks.special)

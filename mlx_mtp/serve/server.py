@@ -207,7 +207,7 @@ def listening(host: str, port: int) -> list[socket.socket]:
 
 
 def shared(loaded: Loaded, settings: Settings) -> Served:
-    """Return a loaded model with its prefix cache, batch decoder (None on several ranks) and formats of answers.
+    """Return a loaded model as `Served`, with a prefix cache, batch decoder (None on several ranks) and formats.
 
     Marks around reasoning that mlx-lm does not detect are set on the tokenizer.
     """

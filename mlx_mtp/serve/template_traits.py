@@ -24,10 +24,11 @@ class Traits(NamedTuple):
 
     arguments: "json", an object that is printed as JSON; "members", an object whose members the template reads;
         "text", a string that is printed unchanged.
-    ids: "any"; "short", nine letters and digits; "numbered", `functions.NAME:NUMBER`, if ids replace names.
+    ids: "any"; "short", nine letters and digits; "numbered", `functions.NAME:NUMBER`, if the template prints a call's
+        id instead of its name.
     content: CONTENT if the template prints content next to calls; otherwise the empty content that calls need.
     calls, results: whether calls, and messages of role `tool`, are printed.
-    reasoning: the message field from which the template reads reasoning.
+    reasoning: the message field from which the template reads reasoning; `reasoning_content` if it reads none.
     """
 
     arguments: str = "members"
@@ -87,7 +88,7 @@ def _call_traits(tokenizer: Any) -> Traits:
 
 
 def probes(tokenizer: Any, arguments: dict[str, Any]) -> Iterator[Probe]:
-    """Yield a call in each form that the template accepts, the commonest form first.
+    """Yield a call with these arguments in each form that the template accepts, the commonest form first.
 
     The call's result is rendered too, unless the template accepts no form with it.
     """

@@ -25,8 +25,8 @@ ABOUT, DOCUMENTS, ROWS, TOKENS = "about.json", "documents.jsonl", "rows.bin", "t
 class Document:
     """A document of a recording; numbers are indices of tokens in the whole recording.
 
-    first, end: its first token, and the one after its last. answer: the first token of its answer, `end` without one.
-    held: whether it measures the heads instead of training them.
+    first, end: its first token, and the one after its last. answer: the first token of its answer: `first` without a
+    prompt, `end` without an answer. held: whether it measures the heads instead of training them.
     """
 
     first: int

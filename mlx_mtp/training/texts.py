@@ -131,7 +131,7 @@ def own_texts(model: Any, tokenizer: Any, length: int, seed: int) -> Iterator[Te
     """Yield prompts of `own_prompts` with the model's answers, as in `answers`.
 
     They end where the prompts do, and after EMPTY * WAVE texts in a row of fewer than LEAST tokens. length: maximum
-    tokens of prompt and answer. ValueError as in `own_prompts`.
+    tokens of prompt and answer. seed: as in `own_prompts` and `answers`. ValueError as in `own_prompts`.
     """
     short = 0
     for text in answers(model, tokenizer, own_prompts(model, tokenizer, length, seed), length, seed):
@@ -144,8 +144,9 @@ def own_texts(model: Any, tokenizer: Any, length: int, seed: int) -> Iterator[Te
 def own_prompts(model: Any, tokenizer: Any, length: int, seed: int) -> Iterator[list[int]]:
     """Yield the tokens of prompts of at most length - 2 tokens that the model samples at temperature 1; all differ.
 
-    A prompt is a user's message in the chat template; without a template, the first tokens of a text. They end after
-    EMPTY waves in a row without a new prompt; ValueError if there is none before, or as `user_prefix`.
+    A prompt is a user's message in the chat template; without a template, the first tokens of a text. seed: of the
+    first wave; each later wave has the next one. The prompts end after EMPTY waves in a row without a new prompt;
+    ValueError if there is none before, or as `user_prefix` or, without a template, `_openings`.
     """
     written = _messages if tokenizer.has_chat_template else _openings
     seen, empty = set[bytes](), 0
@@ -176,7 +177,8 @@ def _messages(model: Any, tokenizer: Any) -> Iterator[list[int]]:
 def _openings(model: Any, tokenizer: Any) -> Iterator[list[int]]:
     """Yield the first tokens of a wave of texts that the model samples from the tokens of an empty text on.
 
-    Where the tokenizer has no tokens for an empty text, its start-of-text or end-of-text token begins the texts.
+    Where the tokenizer has no tokens for an empty text, its start-of-text or end-of-text token begins the texts;
+    ValueError without these.
     """
     ends = tokenizer.bos_token_id, tokenizer.eos_token_id
     before = tokenizer.encode("") or [token for token in ends if token is not None][:1]

@@ -64,9 +64,9 @@ def train(
 ) -> tuple[Best | None, bool]:
     """Train the heads of `workshop`; return (the best of those measured, whether all steps were done).
 
-    They are measured at least MEASURES times, or after each of fewer steps; the former is None if Ctrl-C arrived
-    before the first measurement. Ctrl-C ends the training. folder: directory of
-    the file STATE, written about every SAVE_SECONDS and at Ctrl-C; the training continues from it if it exists.
+    They are measured at least MEASURES times, or after each of fewer steps; the best is None if Ctrl-C arrived
+    before the first measurement. Ctrl-C ends the training. folder: directory of the file STATE, which is written
+    about every SAVE_SECONDS seconds and at Ctrl-C; the training continues from the file if it exists.
     progress: called after each step with a text, the number of steps done, and that of all. ValueError if the loss is
     not finite, and for a STATE that is damaged, or of another plan or other heads.
     """

@@ -229,7 +229,10 @@ def _workshop(work: _Work) -> making.Workshop:
 
 
 def _train(work: _Work, workshop: making.Workshop, rows: int, *, checkpoint: bool) -> tuple[Tuned, bool]:
-    """Train, measure the finished heads, and write them if they are better; return (result, all steps were done)."""
+    """Train, measure the finished heads, and write them if they are better; return (result, all steps were done).
+
+    rows: of a batch. checkpoint: as in `chain`.
+    """
     settings, recording, model = work.settings, work.recording, work.model
     held = [document for document in recording.documents if document.held]
     before = None

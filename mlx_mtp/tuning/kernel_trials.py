@@ -211,8 +211,8 @@ class Decisions:
     def _known(self, trial: KernelTrial, like: KernelVerdict | None) -> Found | None:
         """Return the stored finding of a trial; None if there is none, or if it does not apply.
 
-        The finding applies if it was made with the spelling in use and, with `like`, for a kernel that splits rows as
-        `like` does.
+        The finding applies if it was made with the spelling of multiply-adds that the op has now and, with `like`,
+        for a kernel that splits rows as `like` does.
         """
         known = self.known.get(trial.key)
         return None if is_stale(trial.key, known) or (like and known and known.split != like.split) else known

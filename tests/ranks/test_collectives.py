@@ -67,5 +67,5 @@ def test_inspect_lists_the_memory_of_each_machine(path):
     assert "ranks      2, with " in as_text(half)
     refused = inspect_checkpoint(path, ranks=5)
     assert refused.problems == (
-        "ranks=5: model_type 'step3p5' has 12 heads in layer 0; allowed are 1, 2, 3, 4, 6, 12",
+        "ranks=5: model_type 'step3p5' has 12 heads in layer 0; allowed ranks are 1, 2, 3, 4, 6, 12",
     )

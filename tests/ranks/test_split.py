@@ -206,8 +206,8 @@ def test_packed_weights_are_split(tmp_path, name):
 
 @pytest.mark.parametrize(("name", "ranks", "message"), [
     ("mimo", 2, "ranks=2: mlx-lm has no way to split model_type 'mimo'; allowed is 1"),
-    ("glm4_moe", 3, "ranks=3: model_type 'glm4_moe' has 4 heads in layer 0; allowed are 1, 2, 4"),
-    ("glm4_moe", 16, "ranks=16: model_type 'glm4_moe' has 4 heads in layer 0; allowed are 1, 2, 4"),
+    ("glm4_moe", 3, "ranks=3: model_type 'glm4_moe' has 4 heads in layer 0; allowed ranks are 1, 2, 4"),
+    ("glm4_moe", 16, "ranks=16: model_type 'glm4_moe' has 4 heads in layer 0; allowed ranks are 1, 2, 4"),
 ])  # fmt: skip
 def test_a_model_that_cannot_be_split_is_refused_by_name(tmp_path, monkeypatch, name, ranks, message):
     path, _, _ = families.build(name, tmp_path)

@@ -167,9 +167,9 @@ def nearest(found: Found, context: int) -> list[Found]:
 
 
 def times(found: Found) -> list[Found]:
-    """Return the times in a result of `bench decode`, `verify` or `profile`, one line each.
+    """Return the times in a result of `bench decode`, `verify` or `profile`, one dict each.
 
-    A line has context (tokens), phase, rows M of the verify, drafts k, side, seconds.
+    A dict has context (tokens), phase, rows M of the verify, drafts k, side, seconds.
     For short prompts the context is about the middle of a text. Raises ValueError for a result of another command, or
     without times.
     """
@@ -185,7 +185,7 @@ def times(found: Found) -> list[Found]:
 
 
 def _of_loops(found: Found) -> Iterator[Time]:
-    """Yield whole plain steps, ours and mlx-lm's, and cycles of fixed numbers of drafts, host included.
+    """Yield seconds per plain step, ours and mlx-lm's, and per cycle of fixed numbers of drafts, host included.
 
     Only of settings with unquantized caches.
     """
@@ -211,7 +211,7 @@ def _of_passes(found: Found) -> Iterator[Time]:
 
 
 def _of_phases(found: Found) -> Iterator[Time]:
-    """Yield a profile's phases; a verify includes its acceptance, a cycle also the host's work in between."""
+    """Yield a profile's median seconds per cycle: draft, verify with its acceptance, all of these and the host's."""
     context = found["options"]["context"] or found["tokens"] // 2
     rows, cycles = found["options"]["k"] + 1, max(1, found["cycles"])
     parts: dict[str, Sequence[float]] = {name: s for name, s in found["seconds"].items() if name != "prefill"}

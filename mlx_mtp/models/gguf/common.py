@@ -60,7 +60,7 @@ def basics(meta: Meta, model_type: str) -> dict[str, Any]:
 
 
 def rotary(meta: Meta, **more: Any) -> dict[str, Any]:
-    """Return config.json's `rope_theta`, and `rope_scaling` if the metadata have it.
+    """Return config.json's entries `rope_theta` and, if the metadata have a scaling, `rope_scaling`.
 
     more: entries added to a YaRN scaling. ValueError for an unsupported scaling.
     """
@@ -69,9 +69,9 @@ def rotary(meta: Meta, **more: Any) -> dict[str, Any]:
 
 
 def routed(meta: Meta, count: str, **names: str) -> dict[str, Any]:
-    """Return config.json's number of experts, under the key `count`, of experts per token, and an expert's size.
+    """Return config.json's entries for experts: their number (key `count`), those per token, and their size.
 
-    names: further keys of config.json, each with the metadata key of its value.
+    names: further keys of config.json, each with the metadata key of its value. ValueError if a value is missing.
     """
     return {
         count: meta.size("expert_count"),

@@ -50,6 +50,6 @@ def any_of(names: list[str]) -> str:
 
 
 def skip_space(text: str, at: int) -> int:
-    """Return the index of the first character at or after `at` that is not white space."""
+    """Return the index of the first character at or after `at` that is not white space; without one, the length."""
     found = SPACE.match(text, at)
     return found.end() if found else at

@@ -47,7 +47,8 @@ class GemmaCalls:
     def _arguments(self, values: "ValueReader", at: int, head: regex.Pattern[str], complete: bool) -> "Value | None":
         """Return the first object at `at` that only calls follow, else the first that ends a call, else the first.
 
-        None if there is none. Objects differ in the ends of their strings; the shortest strings come first.
+        None if there is none. Objects differ in the ends of their strings; the shortest strings come first. head: the
+        pattern of a call's start. complete: as in `CallFormat.read`.
         """
         closed, first, written = None, None, 0
         try:
@@ -91,7 +92,8 @@ class ValueReader:
     def members(self, at: int, before: str, close: str, depth: int) -> Iterator[Value]:
         """Yield the readings of a list or an object from its member at `at` on; none if nested deeper than DEEPEST.
 
-        before: its earlier members as JSON. close: the bracket that ends it, which states its kind.
+        before: its earlier members as JSON. close: the bracket that ends it, which states its kind. depth: number of
+        lists and objects around it.
         """
         if (at, close) in self._unreadable or depth > DEEPEST:
             return

@@ -31,8 +31,8 @@ class NestedValues:
         """Return the JSON of a value: a list or an object if its tags form one that the schema allows, else a scalar.
 
         A scalar is a string if the schema allows only that, otherwise as `untyped_as_json` converts it. If the tags
-        have several readings, the one with the shortest values counts. No text is an empty list or object if the
-        schema allows that and no string.
+        have several readings, the one with the shortest values counts. "" is an empty list or object if the schema
+        allows that and no string. schema: None allows any type. depth: number of lists and objects around the value.
         """
         types = types_of(schema, self._root)
         self._steps += 1
@@ -46,7 +46,10 @@ class NestedValues:
         return dumps(text) if types == {"string"} else untyped_as_json(text, types)
 
     def _container(self, text: str, kind: str, schema: Schema | None, depth: int) -> str | None:
-        """Return the JSON of the list or object that the whole text is; None if none is found within MOST_STEPS."""
+        """Return the JSON of the list or object that the whole text is; None if none is found within MOST_STEPS.
+
+        kind: "array" or "object". schema, depth: as in `as_json`.
+        """
         seen: set[tuple[int, frozenset[str]]] = set()
         stack = [iter([Position(0, (), frozenset())])]
         while stack and self._steps < MOST_STEPS:

@@ -95,7 +95,8 @@ def _from_python(text: str) -> str:
 def types_of(schema: Any, root: Schema, depth: int = 8) -> set[str]:
     """Return the JSON types that a schema names, also in `anyOf`, `oneOf` and `allOf`; without any, all are allowed.
 
-    Values of `enum` and `const` name their types if there is no `type`. root: where `$ref` is resolved.
+    Values of `enum` and `const` name their types if there is no `type`. The set is empty if no type is named. root:
+    where `$ref` is resolved. depth: maximum levels of nested schemas; deeper ones name no type.
     """
     schema = target_of(schema, root)
     if not isinstance(schema, dict) or not depth:
@@ -112,7 +113,10 @@ def types_of(schema: Any, root: Schema, depth: int = 8) -> set[str]:
 
 
 def alternatives(schema: Any, root: Schema, depth: int = 8) -> Iterator[Schema]:
-    """Yield a schema, with its `$ref` resolved, and the schemas in its `anyOf`, `oneOf` and `allOf`."""
+    """Yield a schema, with its `$ref` resolved in `root`, and likewise those in its `anyOf`, `oneOf` and `allOf`.
+
+    depth: maximum levels of nested schemas; deeper ones are left out, and so is what is no object.
+    """
     schema = target_of(schema, root)
     if isinstance(schema, dict) and depth:
         yield schema
@@ -122,7 +126,7 @@ def alternatives(schema: Any, root: Schema, depth: int = 8) -> Iterator[Schema]:
 
 
 def target_of(schema: Any, root: Schema, depth: int = 8) -> Any:
-    """Return a schema with its `$ref` resolved; None if that does not exist, or references form a long chain."""
+    """Return a schema with its `$ref` resolved in `root`; None if there is no target within `depth` steps."""
     while isinstance(schema, dict) and isinstance(reference := schema.get("$ref"), str):
         schema, depth = _resolved(reference, root) if depth else None, depth - 1
     return schema

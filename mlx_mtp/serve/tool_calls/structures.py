@@ -82,7 +82,10 @@ class Structures:
         return Structures(self.rules, self.document, self.style, by_key=self.by_key) if self.quote else self
 
     def _bodies(self, branch: Branch, types: set[str], close: str) -> Iterable[str]:
-        """Yield the bodies of a branch's values and `close`. types: of the whole schema, which the parser assumes."""
+        """Yield the bodies of a branch's values, each with `close` after it.
+
+        types: JSON types that the whole schema allows, by which the parser reads a text; empty allows any.
+        """
         literal = self.rules.literal
         if branch.values and branch.kind in ("array", "object"):
             with suppress(ValueError):  # other values of an enum may be possible
@@ -105,7 +108,7 @@ class Structures:
     def texts(self, value: Any, types: set[str]) -> list[str]:
         """Return the texts that may be written for one value, which is no list or object.
 
-        [] if none of them would be read back as this value.
+        [] if none of them would be read back as this value. types: as in `_bodies`.
         """
         style, text = self.style, dumps(value)
         if not isinstance(value, str):
@@ -261,7 +264,7 @@ def sequence(rules: Rules, members: list[tuple[str, bool]], separator: str, free
     """Return the body of members (body, required) in this order; those that are not required may be missing.
 
     separator: between members; "" for none. free: body of further members, any number of which may follow; "" for
-    none. It is ignored without a separator.
+    none. `free` is ignored without a separator.
     """
     if not separator:
         return " ".join(body if required else f"({body})?" for body, required in members)

@@ -31,7 +31,7 @@ MOST_ENDS, MOST_PLACES, MOST_CHECKED = 2000, 2500, 200_000
 class TaggedCalls:
     """A format with these tags.
 
-    start, end: around a block of calls. foot: ends one call; "" if the end of the block does.
+    start, end: around a block of calls, "" without. foot: ends one call; "" if the end of the block does.
     head: pattern that starts a call, with {name} for the offered names.
     parameter: pattern that starts an argument, with the group `key`, and the group `type` if the model writes the
         value's type ("string" or "true" marks plain text).
@@ -88,7 +88,10 @@ class TaggedCalls:
 
 
 class Place(NamedTuple):
-    """A position of the search. inside: in a block of calls. name, keys: of the open call. trail: what was read."""
+    """A position of the search. inside: in a block of calls. trail: what was read, None at the start.
+
+    name: of the function of the open call, None outside of calls. keys: of the arguments read in it.
+    """
 
     at: int
     inside: bool
@@ -141,8 +144,8 @@ def _patterns(tags: TaggedCalls, names: tuple[str, ...]) -> TagPatterns:
 class TagSearch:
     """Searches one text for the first reading of its calls.
 
-    declared: arguments must be parameters of the schema, with values of its types. even: the same white space
-    precedes and follows each argument.
+    complete: as in `CallFormat.read`. declared: arguments must be parameters of the schema, with values of its types.
+    even: the same white space precedes and follows each argument.
     """
 
     def __init__(self, text: str, tags: TaggedCalls, tools: Tools, complete: bool, declared: bool, even: bool):
