@@ -200,7 +200,7 @@ class Terminal:
         os.close(self.screen)
 
 
-RESTLESS = ["-m", "64", "--temp", "3", "--prefill-step-size", "64"]
+RESTLESS = ["-m", "512", "--temp", "3", "--prefill-step-size", "64"]
 
 
 @pytest.fixture(scope="module")
