@@ -28,8 +28,8 @@ class Offer:
     context of UNCHECKED tokens, or of `context` if that is less. size: bytes of the weights in memory, of target and
     heads. family: the model_type. stored: the weights' formats in memory. created: time of the last change of
     `path`, in seconds since 1970. sees: the model reads pictures. adapter: name of the adapter that requests for this
-    name select, "" for none. digest: 64 hex digits, from path, size, adapter and the time of
-    the last change of `path`, so that loads of the same files have the same digest.
+    name select, "" for none. digest: 64 hex digits, from path, size, adapter and the time of the last change of
+    `path`.
 
     A server of one loaded model has no `needed` for it; `created` is the time of its load.
     """
