@@ -146,12 +146,34 @@ def test_closing_a_stream_leaves_the_cache_usable(demo):
         ({"prompt_cache": [1]}, r"^prompt_cache: a list; expected one from"),
         ({"sampler": lambda x: x, "temp": 1.0}, r"^sampler: give either"),
         ({"kv_bits": 8, "kv_group_size": 64}, r"^kv_group_size=64: allowed for the head size 32 are 32"),
+        ({"temp": 10**400}, "^temp=10*: allowed is 0 or more, as a finite float$"),
+        (
+            {"xtc_probability": 0.5, "xtc_special_tokens": [3, 2**31]},
+            r"^xtc_special_tokens=\(3, 2147483648\): allowed is",
+        ),
     ],
 )
 def test_options_out_of_range_are_refused(demo, options, message):
     model, tokenizer = demo
     with pytest.raises(ValueError, match=message):
         mlx_mtp.stream_generate(model, tokenizer, PROMPT, **options)
+
+
+@pytest.mark.parametrize("size", [2**31, 2**63, 10**30])
+@pytest.mark.parametrize("name", ["max_tokens", "max_kv_size"])
+def test_numbers_of_positions_beyond_int32_are_refused(demo, name, size):
+    model, tokenizer = demo
+    calls = [
+        lambda: mlx_mtp.generate(model, tokenizer, PROMPT, **{name: size}),
+        lambda: mlx_mtp.stream_generate(model, tokenizer, PROMPT, **{name: size}),
+        lambda: mlx_mtp.batch_generate(model, tokenizer, [[1, 2], [3]], **{name: size}),
+        lambda: mlx_mtp.BatchGenerator(model, **{name: size}).insert([[1, 2]]),
+    ]
+    if name == "max_tokens":
+        calls.append(lambda: mlx_mtp.BatchGenerator(model).insert([[1, 2], [3]], [5, size]))
+    for call in calls:
+        with pytest.raises(ValueError, match=rf"^{name}={size}: allowed is .*1073741824"):
+            call()
 
 
 def test_a_misspelt_option_is_an_error(demo):

@@ -13,6 +13,7 @@ from .ring import QuantizedSlidingKVCache, Ring, SlidingKVCache
 # Kinds without keys and values, by the name that their `config` has in files.
 BY_NAME: dict[str, type[Any]] = {kind.name: kind for kind in (RecurrentCache, MlxLmCaches)}
 GROUP_SIZES = (32, 64, 128)  # supported by MLX's quantization
+MOST_POSITIONS = 2**30  # of a cache: MLX's shapes and positions are int32, and buffers are rounded up
 
 
 def make_cache(
@@ -83,8 +84,8 @@ def check_layout(
                 fitting = [str(size) for size in GROUP_SIZES if head_dim % size == 0]
                 fits = ", ".join(fitting) or f"none; leave out {name}"
                 raise ValueError(f"kv_group_size={kv_group_size}: allowed for the head size {head_dim} are {fits}")
-    if max_kv_size is not None and max_kv_size < 1:
-        raise ValueError(f"max_kv_size={max_kv_size}: allowed is 1 or more")
+    if max_kv_size is not None and not 1 <= max_kv_size <= MOST_POSITIONS:
+        raise ValueError(f"max_kv_size={max_kv_size}: allowed is 1 to {MOST_POSITIONS}")
     if max_kv_size is not None and MlxLmCaches in model.windows():
         raise ValueError(f"max_kv_size={max_kv_size}: not with {model.NO_KV_BITS}; allowed is None")
 

@@ -282,7 +282,7 @@ def convert(
         return Converted(new, *convert_plain(path, new, **options))
     source = open_source(path)
     if is_head := not source.contents.trunk:  # a drafter
-        form = heads[0] if heads[1] or q_bits is None else target
+        form = target if q_bits is not None and mtp_q_bits is mtp_q_group_size is None else heads[0]
         precision = Precision(heads=form, heads_named=form is not None, dequantize=dequantize, dtype=dtype)
     source.prepare(precision)
     place = SIDECAR if mtp_layout == "sidecar" else "in the model's shards"

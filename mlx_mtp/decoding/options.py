@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..cache.from_mlx_lm import from_mlx_lm
+from ..cache.kinds import MOST_POSITIONS
 from ..cache.prompt_cache import PromptCache, make_prompt_cache
 from ..grammar import Constraint, Grammar, compiled
 from ..layers.target import Target
@@ -99,6 +100,8 @@ def check_numbers(max_tokens: int, chunk: int, seed: int | None, draft_p_min: fl
     for name, value, least in (("max_tokens", max_tokens, -1), ("prefill_step_size", chunk, 1)):
         if not _is_integer(value) or value < least:
             raise ValueError(f"{name}={value!r}: allowed is {least} or more, as an integer")
+    if max_tokens > MOST_POSITIONS:
+        raise ValueError(f"max_tokens={max_tokens}: allowed is at most {MOST_POSITIONS}, or -1 for no limit")
     if seed is not None and not (_is_integer(seed) and 0 <= seed < 2**63):
         raise ValueError(f"seed={seed!r}: allowed is 0 to 2**63 - 1, as an integer")
     if not isinstance(draft_p_min, Real) or not 0 <= draft_p_min <= 1:

@@ -7,6 +7,7 @@ before it and on nothing else, so that a seed gives the same tokens with any dra
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from sys import float_info
 from typing import Any
 
 import mlx.core as mx
@@ -39,7 +40,7 @@ class Sampling:
     def validate(self, vocab_size: int) -> None:
         """Raise a ValueError that names the first option out of range."""
         ranges = {
-            "temp": (self.temp >= 0, "0 or more"),
+            "temp": (0 <= self.temp <= float_info.max, "0 or more, as a finite float"),
             "top_p": (0 <= self.top_p <= 1, "between 0 and 1"),
             "top_k": (0 <= self.top_k < vocab_size, f"0 (off) to {vocab_size - 1}, below the vocabulary's size"),
             "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
@@ -49,6 +50,10 @@ class Sampling:
             ),
             "xtc_probability": (0 <= self.xtc_probability <= 1, "between 0 and 1"),
             "xtc_threshold": (0 <= self.xtc_threshold <= 0.5, "between 0 and 0.5"),
+            "xtc_special_tokens": (
+                self.xtc_probability == 0 or all(0 <= token < vocab_size for token in self.xtc_special_tokens),
+                f"token ids from 0 to {vocab_size - 1}, below the vocabulary's size",
+            ),
         }
         for name, (good, allowed) in ranges.items():
             if not good:

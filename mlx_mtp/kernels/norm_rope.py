@@ -140,8 +140,11 @@ def norm_rope(
 def _check(q: mx.array, k: mx.array, offset: mx.array | int, rope: Rope, weights: list[mx.array], D: int) -> None:
     if q.ndim != 4 or k.ndim != 4 or q.shape[:2] != k.shape[:2]:
         raise ValueError(f"q has shape {q.shape} and k {k.shape}; they must be [B, L, heads, values], of one B and L")
-    if not rope.dims <= D <= min(q.shape[-1], k.shape[-1]):
-        allowed = f"from {rope.dims}, the rotated values, to {min(q.shape[-1], k.shape[-1])}, the values of a head"
+    values = min(q.shape[-1], k.shape[-1])
+    if rope.dims > values:
+        raise ValueError(f"rope.dims is {rope.dims}; it must be at most {values}, the values of a head")
+    if not rope.dims <= D <= values:
+        allowed = f"from {rope.dims}, the rotated values, to {values}, the values of a head"
         raise ValueError(f"head_dim is {D}; it must be {allowed}")
     if len(weights) == 1:
         raise ValueError("only one of q_weight and k_weight is given; it must be both or none")

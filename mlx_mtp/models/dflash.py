@@ -84,7 +84,7 @@ def make_spec(config: dict, names: Collection[str], num_hidden_layers: int, over
     """
     if unknown := sorted(overrides.keys() - {"capture"}):
         raise ValueError(f"mtp_overrides: block drafters have no {unknown[0]!r}; allowed is capture")
-    capture = overrides.get("capture", _taps(config))
+    capture = overrides["capture"] if "capture" in overrides else _taps(config)
     capture = tuple(capture) if isinstance(capture, list | tuple) else (capture,)
     if not capture or not all(type(i) is int and 0 <= i <= num_hidden_layers for i in capture):
         raise ValueError(

@@ -71,7 +71,7 @@ def make_spec(config: dict, names: Collection[str], num_hidden_layers: int, over
         raise ValueError("use_aux_hidden_state=false: allowed is true, a head that reads layers of the target")
     if unknown := sorted(overrides.keys() - {"capture", "feedback", "fuse"}):
         raise ValueError(f"mtp_overrides: drafters have no {unknown[0]!r}; allowed are capture, feedback, fuse")
-    capture = overrides.get("capture", _captured_layers(config, num_hidden_layers))
+    capture = overrides["capture"] if "capture" in overrides else _captured_layers(config, num_hidden_layers)
     capture = tuple(capture) if isinstance(capture, list | tuple) else (capture,)
     if not capture or not all(type(i) is int and 0 <= i <= num_hidden_layers for i in capture):
         raise ValueError(

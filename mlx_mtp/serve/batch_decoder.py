@@ -131,7 +131,8 @@ class BatchDecoder:
             if self._responses.get(uid) is queue:  # a new batch repeats the uids
                 del self._responses[uid]
                 self._raised.pop(uid, None)
-                caches += self._removed(uid)
+                # A sequence that ended in the last cycle, whose responses are unread, has left the batch.
+                caches += [queue[-1].prompt_cache] if queue and queue[-1].finish_reason else self._removed(uid)
 
     def _removed(self, uid: int) -> list[PromptCache]:
         """Remove an unfinished job from the batch; return a list with its cache, [] if that cannot be copied."""

@@ -28,7 +28,8 @@ class Offer:
     context of UNCHECKED tokens, or of `context` if that is less. size: bytes of the weights in memory, of target and
     heads. family: the model_type. stored: the weights' formats in memory. created: time of the last change of
     `path`, in seconds since 1970. sees: the model reads pictures. adapter: name of the adapter that requests for this
-    name select, "" for none. digest: 64 hex digits, from path, size, created and adapter.
+    name select, "" for none. digest: 64 hex digits, from path, size, adapter and the time of the last change of
+    `path`.
 
     A server of one loaded model has no `needed` for it; `created` is the time of its load.
     """
@@ -51,7 +52,10 @@ class Offer:
 
     @property
     def digest(self) -> str:
-        facts = str(self.path), self.size, self.created, self.adapter
+        changed = 0
+        with contextlib.suppress(OSError):  # the files were removed after the load
+            changed = self.path.stat().st_mtime_ns if self.path != Path() else 0
+        facts = str(self.path), self.size, changed, self.adapter
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 

@@ -273,7 +273,7 @@ def described(loaded: Loaded, served: Served, settings: Settings) -> ModelInfo:
         tool_format=served.tool_format,
         frames=served.frames,
         vision=vision,
-        blind=model.runtime.blind,
+        blind=_without_path(model.runtime.blind, settings.names[0]),
         fetch=settings.fetch,
         path=loaded.path,
         family=report.family if report else "",
@@ -281,6 +281,12 @@ def described(loaded: Loaded, served: Served, settings: Settings) -> ModelInfo:
         size=report.target_bytes + report.head_bytes if report else 0,
         seeds=lambda: int.from_bytes(os.urandom(7)),
     )
+
+
+def _without_path(reason: str, name: str) -> str:
+    """Return a reason for clients: the checkpoint's path, with which `reason` may begin, is replaced by the name."""
+    path, _, rest = reason.partition(": ")
+    return reason.replace(path, name) if rest and os.path.exists(path) else reason
 
 
 def _store(served: Served) -> None:

@@ -63,6 +63,8 @@ class Trainer:
     rate rises linearly to that of the schedule over RESTART_STEPS. steps: in all. peak: the highest rate. is_matrix:
     whether Muon updates a parameter, by its path and itself; None: AdamW updates all. streams: number of streams on a
     CPU, which divides the number of rows of every batch. schedule: (step, steps, peak) -> rate.
+
+    done: index of the last step that has updated the parameters, plus one; `first` before any.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Trainer:
         schedule: Callable[[int, int, float], float] = learning_rate,
     ):
         self.model, self.first, self.steps, self.peak, self.schedule = model, first, steps, peak, schedule
+        self.done = first
         adam = optimizers.AdamW(learning_rate=0.0, betas=[0.9, 0.99], weight_decay=0.05, bias_correction=True)
         self.optimizer = MuonAndAdam(adam, is_matrix) if is_matrix else adam
         device = mx.default_device()
@@ -100,6 +103,20 @@ class Trainer:
         gradients, _ = optimizers.clip_grad_norm(gradients, GRADIENT_NORM)
         restart = min(1.0, (index - self.first + 1) / RESTART_STEPS) if self.first else 1.0
         self.optimizer.learning_rate = restart * self.schedule(index, self.steps, self.peak)
-        self.optimizer.update(self.model, gradients)
+        self._update(index, gradients)
         mx.eval(self.model.parameters(), self.optimizer.state)
         return mx.stack([report for (_, report), _ in shares]).mean(axis=0)
+
+    def _update(self, index: int, gradients: dict) -> None:
+        """Set parameters, optimizer and `done` to those after step `index`, not yet evaluated.
+
+        An exception, such as a KeyboardInterrupt, leaves them as after the step before.
+        """
+        before = self.model.trainable_parameters(), tree_map(lambda array: array, self.optimizer.state)
+        try:
+            self.optimizer.update(self.model, gradients)
+            self.done = index + 1
+        except BaseException:
+            self.model.update(before[0])
+            self.optimizer.state, self.done = before[1], index
+            raise

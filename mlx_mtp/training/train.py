@@ -62,7 +62,7 @@ def train(
     folder: Path,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> tuple[Best | None, bool]:
-    """Train the heads of `workshop`; return (the best of those measured, whether all steps were done).
+    """Train the heads of `workshop`; return (the best of those measured, whether the training was not interrupted).
 
     They are measured at least MEASURES times, or after each of fewer steps; the best is None if Ctrl-C arrived
     before the first measurement. Ctrl-C ends the training. folder: directory of the file STATE, which is written
@@ -87,8 +87,9 @@ def train(
     step, curve, best = state.load()
     if best is not None:
         best = Best(best, _with(workshop, best, recording, held), curve)
-    every, saved = max(1, plan.steps // MEASURES), time.monotonic()
+    saved, measured = time.monotonic(), partial(_measured, workshop, recording, held, plan)
     try:
+        best, curve = measured(step, best, curve)  # if Ctrl-C came between a step and its measurement
         for batch in _endless(recording, kept, plan, step):
             if step >= plan.steps:
                 break
@@ -98,17 +99,30 @@ def train(
                 raise ValueError(f"the loss of step {step} is not finite; lower --learning-rate")
             if progress:
                 progress(f"training, {report[0, 0].item():.0%} right", step, plan.steps)
-            if step % every == 0 or step == plan.steps:
-                found = measure(workshop.model, recording, held, workshop.depths)
-                curve = [*curve, (step * plan.rows * plan.length, found.cycle.mean)]
-                if best is None or found.cycle.mean > best.acceptance.cycle.mean:
-                    best = Best(_copy(workshop), found, curve)
+            best, curve = measured(step, best, curve)
             if time.monotonic() - saved > SAVE_SECONDS:
                 state.save(step, best, curve)
                 saved = time.monotonic()
     except KeyboardInterrupt:
+        step = max(step, trainer.done)  # a step can end before it is counted
         state.save(step, best, curve)
-    return best, step >= plan.steps
+        return best, False
+    return best, True
+
+
+def _measured(
+    workshop: Workshop, recording: Recording, held: list, plan: Plan, step: int, best: Best | None, curve: list
+) -> tuple[Best | None, list[tuple[int, float]]]:
+    """Return `best` and the curve after `step` steps: with a measurement if one is due and not in the curve yet."""
+    trained = step * plan.rows * plan.length
+    due = step and (step % max(1, plan.steps // MEASURES) == 0 or step == plan.steps)
+    if not due or (curve and curve[-1][0] == trained):
+        return best, curve
+    found = measure(workshop.model, recording, held, workshop.depths)
+    curve = [*curve, (trained, found.cycle.mean)]
+    if best is None or found.cycle.mean > best.acceptance.cycle.mean:
+        best = Best(_copy(workshop), found, curve)
+    return best, curve
 
 
 class _State:

@@ -52,7 +52,7 @@ class Controller:
         self.stepwise = [Plan(source, k, stepwise=True) for k in ladder(max_drafts) if k > 1 and masked]
         self.lookups = [Plan("lookup", k) for k in sorted({3, 7, max_lookup}) if 0 < k <= max_lookup]
         self.confident = {name: Plan(name, plans[-1].k, p_min=True) for name, plans in self.own.items() if p_min}
-        self.paused = ""  # why the last planned cycle does not draft; empty if it drafts or measures
+        self.paused = ""  # why the last planned cycle does not draft; empty if it drafts, cannot draft or measures
         self._began = False  # whether the first cycle has finished, which is always slow
         self._risk = 0.0  # of the last planned cycle, which may not be observed yet
         self._spare = 0.0  # of the budget when it was planned
@@ -62,15 +62,16 @@ class Controller:
     def plan(self, matched: int = 0, pending: int = 0) -> Plan:
         """Return the next cycle's plan; 0 drafts if none can be made, if they do not pay, or without budget.
 
-        `paused` becomes the reason in the last two cases. It becomes "" for a plan with drafts, and for a plain step
-        that is measured although drafts seem to pay. It is unchanged if no drafts can be made, and while
-        `costs.plain_first` is above 0, when all plans are plain steps.
+        `paused` becomes the reason in the last two cases. It becomes "" for a plan with drafts, if no drafts can be
+        made, and for a plain step that is measured although drafts seem to pay, such as all while `costs.plain_first`
+        is above 0.
         matched: length of the longest suffix that occurs earlier in the sequence. pending: hidden rows that the
         drafter must read before it drafts.
         """
         costs, spare = self.costs, self.costs.budget - self._risk
         self._spare, self._measures = spare, costs.plain_first > 0
         best = plain = Choice(PLAIN, 1.0, 1.0)
+        self.paused = ""
         if not costs.plain_first and (choices := self._choices(matched, pending)):
             best = max((plain, *(c for c in choices if c.risk <= spare)), key=self._score)
             hope = max(choices, key=lambda c: c.rate)
@@ -89,14 +90,14 @@ class Controller:
         """Return `planned`, the plan of the next cycle, or one that verifies drafts that grammars force.
 
         It is called when the previous cycle has been read, and these drafts are known. forced: their number in each
-        sequence; the drafter's plans verify them first.
+        sequence; the drafter's plans verify them first. `paused` becomes "" for a plan with drafts.
         """
         if self._measures:
             return planned
         choices = [self._after_forced(Plan("grammar", k), forced) for k in ladder(max(forced))]
         now = self._after_forced(planned, forced) if planned.k else Choice(PLAIN, 1.0, 1.0)
         best = max((now, *(c for c in choices if c.risk <= self._spare)), key=self._score)
-        self._risk = best.risk
+        self._risk, self.paused = best.risk, "" if best.plan.k else self.paused
         return best.plan
 
     def observe(self, cycle: Cycle) -> None:

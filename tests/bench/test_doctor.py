@@ -85,9 +85,9 @@ def test_a_spelling_of_multiply_adds_is_named_once():
     ],
 )
 def test_faults_and_failures_are_in_the_verdict_and_the_page(found, words):
-    good, words = verdict(found)
+    good, line = verdict(found)
     assert not good
-    assert words in words
+    assert words in line
     shown = page(found)
     assert "**Something is wrong:**" in shown
     reasons = [k[why] for k in found["kernels"].get("found", ()) for why in ("wrong", "failed") if k.get(why)]

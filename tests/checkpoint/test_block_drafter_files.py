@@ -107,6 +107,13 @@ def test_every_tensor_is_needed_and_trained(tmp_path, target, kind, name):
     )
 
 
+def test_an_override_of_capture_replaces_missing_layers(tmp_path, target, plain):
+    config = nested({name: value for name, value in C.items() if name != "num_target_layers"}, target_layer_ids=None)
+    path = tiny.save(tmp_path, config, block_drafters.weights(C))
+    refused(target, path, "target_layer_ids is missing")
+    assert text(mlx_mtp.load_model(target, draft_model=path, mtp_overrides={"capture": [1, 3]})) == plain
+
+
 def test_foreign_directories(tmp_path, target):
     w = block_drafters.weights(C)
     path = tiny.save(tmp_path / "other", C, w | {"layers.0.layer_scalar": mx.ones(1)})
@@ -200,6 +207,23 @@ def test_quantized_drafters_on_devices_without_bfloat16(tmp_path, target, monkey
     mlx_mtp.convert(released, tmp_path / "quantized", quantize=True, q_group_size=32, q_bits=8)
     for name, expected in (("released", mx.bfloat16), ("quantized", mx.float32)):
         assert mlx_mtp.load_model(target, draft_model=tmp_path / name).drafter.net.dtype == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "bits"),
+    [
+        ({"q_bits": 4}, {4}),
+        ({"q_bits": 4, "mtp_q_bits": 16}, set()),
+        ({"q_bits": 4, "mtp_q_bits": 6, "mtp_q_group_size": 32}, {6}),
+        ({"mtp_q_bits": 16}, set()),
+    ],
+)
+def test_bits_of_heads_override_the_targets_in_a_converted_drafter(tmp_path, options, bits):
+    released = block_drafters.save(tmp_path / "released", C)
+    mlx_mtp.convert(released, tmp_path / "mlx", quantize=True, q_group_size=32, **options)
+    stored = mx.load(str(next((tmp_path / "mlx").glob("*.safetensors"))))
+    scales = {name.removesuffix("scales"): w.shape[-1] for name, w in stored.items() if name.endswith("scales")}
+    assert {stored[f"{name}weight"].shape[-1] // groups for name, groups in scales.items()} == bits
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -178,6 +178,26 @@ def test_split_files(step, tmp_path):
         prepare(tmp_path / "y.gguf")
 
 
+@pytest.mark.parametrize("name", ["1-of-0", "0-of-0", "0-of-2", "3-of-2", "1-of-1001", "1-of-99999"])
+def test_a_name_of_an_impossible_part_is_that_of_a_whole_file(step, tmp_path, name):
+    """Such files share nothing with each other or with the parts that their names count."""
+    number, count = map(int, name.split("-of-"))
+    for part in (1, 2):
+        (tmp_path / f"x-{part:05d}-of-{count:05d}.gguf").write_bytes(b"another file")
+    file = tmp_path / f"x-{number:05d}-of-{count:05d}.gguf"
+    shutil.copy(step[3], file)
+    assert fingerprint(file) == fingerprint(step[3])
+    assert prepare(file).source.meta.layers == 4
+
+
+def test_a_part_that_states_no_parts_is_refused(step, tmp_path):
+    """Whole files with such names would share one cached transcoding."""
+    for part in (1, 2):
+        shutil.copy(step[3], tmp_path / f"x-{part:05d}-of-00002.gguf")
+    with pytest.raises(ValueError, match=r"x-00002-of-00002\.gguf: .*split\.count is 1; .*rename"):
+        prepare(tmp_path / "x-00002-of-00002.gguf")
+
+
 def test_split_counts_of_another_type_are_shown(step, tmp_path):
     """Not as the number that stands for them."""
     _, _, tensors, _ = step

@@ -100,6 +100,14 @@ def test_caches_of_every_layout(tiny_models, layout):
         assert sum(c.nbytes for c in cache.heads) <= estimate.head_kv
 
 
+def test_positions_before_the_first_quantized_one_need_what_plain_caches_need(tiny_models):
+    """The next position quantizes the caches, which changes the temporary arrays."""
+    model, _ = tiny_models(0, head_dim=32, vocab_size=5)
+    quantized = [needs(model, n, kv_bits=4, kv_group_size=32, quantized_kv_start=40) for n in (40, 41)]
+    assert quantized[0] == needs(model, 40)
+    assert quantized[1].scratch != needs(model, 41).scratch
+
+
 def test_a_prompt_that_is_to_be_quantized_is_not_held_whole_before(tiny_models):
     model, _ = tiny_models(0, head_dim=32, vocab_size=5)
     cache = mlx_mtp.make_prompt_cache(model, kv_bits=4, kv_group_size=32, quantized_kv_start=10)

@@ -103,6 +103,7 @@ def test_plans_are_cut_short_before_quantizing(quantizable, monkeypatch, plan):
             assert text_of(model, PROMPT, 3, max_tokens=12, stats=stats, **options) == expected
         assert_adds_up(stats, control)
         assert all(c.plan == Plan() or c.plan.k for c in control.cycles)
+        assert not any(c.context < start <= c.context + c.plan.k for c in control.cycles)
 
 
 def assert_adds_up(stats: Stats, control) -> None:

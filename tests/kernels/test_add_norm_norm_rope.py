@@ -308,6 +308,8 @@ def test_what_is_refused():
     rope = Rope(32, base=1e4)
     with pytest.raises(ValueError, match=r"they must be \[B, L, heads, values\], of one B and L"):
         norm_rope(q[:, :1], k, 0, rope)
+    with pytest.raises(ValueError, match=r"rope\.dims is 64; it must be at most 32, the values of a head"):
+        norm_rope(q, k, 0, Rope(64, base=1e4), head_dim=32)
     with pytest.raises(ValueError, match="head_dim is 33; it must be from 32, the rotated values, to 32, the values"):
         norm_rope(q, k, 0, rope, head_dim=33)
     with pytest.raises(ValueError, match="only one of q_weight and k_weight is given"):

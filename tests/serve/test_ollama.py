@@ -1,6 +1,7 @@
 """Ollama's API: lines of JSON, options by their names there, tools, formats, and requests as clients send them."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -221,6 +222,19 @@ def test_a_tag_has_the_format_of_the_models_file_and_each_adapter_a_digest_of_it
     assert [tags[f"alias{end}"]["digest"] for end in ("", ":a", ":b")] == digests
     monkeypatch.setattr(served.service, "info", replace(own, path=Path("x")))
     assert served.get("/api/tags").json()["models"][0]["details"]["format"] == "safetensors"
+
+
+def test_a_digest_changes_with_the_files_and_not_with_the_load(served, monkeypatch, tmp_path):
+    def digest(path, created):
+        info = replace(served.service.info, path=path, created=created)
+        monkeypatch.setattr(served.service, "info", info)
+        return served.get("/api/tags").json()["models"][0]["digest"]
+
+    first = digest(tmp_path, 1)
+    assert digest(tmp_path, 2) == first
+    os.utime(tmp_path, ns=(0, 1))
+    assert digest(tmp_path, 2) != first
+    assert digest(tmp_path / "removed", 1) == digest(tmp_path / "removed", 2) != first
 
 
 # Requests as clients send them

@@ -3,6 +3,7 @@
 import io
 import random
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from picture_requests import PATHS, base64_of, body_of, noise
@@ -168,3 +169,15 @@ def test_damaged_pictures_are_answered_or_refused_beside_other_answers(eyes):
                     assert "picture 1" in found.json()["error"]["message"]
             assert other.result().json()["choices"] == expected
     assert {200, 400} <= set(statuses)
+
+
+def test_a_refused_picture_names_the_model_and_not_its_path(one_layer):
+    """The reason begins with the path of the checkpoint's directory."""
+    served = one_layer.service.engine.served
+    path = served.model.runtime.blind.partition(": ")[0]
+    assert Path(path).is_dir()
+    for api, url in PATHS.items():
+        refused = one_layer.post(url, json=body_of(api, noise(3), "What?"))
+        assert refused.status_code == 400
+        assert "pictures are not read here: demo: model_type" in refused.text
+        assert path not in refused.text

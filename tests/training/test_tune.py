@@ -1,5 +1,6 @@
 """Tune and make heads on a model's own choices; files are written whole or not at all, and load."""
 
+import itertools
 import json
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from drafters import HEADLESS
+from mlx.optimizers import AdamW
 from mlx.utils import tree_flatten
 from sweep import sampled
 
@@ -22,6 +24,7 @@ from mlx_mtp.checkpoint.inspect import inspect_checkpoint
 from mlx_mtp.training import estimate, heads, tune
 from mlx_mtp.training import train as training
 from mlx_mtp.training.measure import Acceptance, Share
+from mlx_mtp.training.optimize import Trainer
 from mlx_mtp.training.reading import is_held_out
 
 SMALL = {"tokens": 2000, "epochs": 1, "rows": 4, "rate": 2e-2}
@@ -144,6 +147,22 @@ def test_existing_heads_become_better_and_are_stored_as_before(form, options, re
     assert mx.bfloat16 in {dtype for _, dtype in before.values()}
 
 
+def interrupted(function, at, *, after=False):
+    """Return `function`, whose call number `at` raises KeyboardInterrupt, at its begin or at its end."""
+    calls = itertools.count(1)
+
+    def call(*given):
+        now = next(calls) == at
+        if now and not after:
+            raise KeyboardInterrupt
+        found = function(*given)
+        if now:
+            raise KeyboardInterrupt
+        return found
+
+    return call
+
+
 def test_a_seed_gives_the_same_file_also_after_an_interruption(headless, made, tmp_path, monkeypatch):
     whole = made("float").file.read_bytes()
     monkeypatch.setattr(training, "SAVE_SECONDS", 0.0)
@@ -166,6 +185,12 @@ def test_a_seed_gives_the_same_file_also_after_an_interruption(headless, made, t
     found = tuned(load(headless), out, progress=later, **NEW)
     assert len([stage for stage in stages if stage == "recording"]) < 32
     assert found.file == out  # Ctrl-C keeps the best so far
+    # In the middle of an update, after it, and after a step that is not counted yet and whose measurement is due.
+    places = (AdamW, "apply_single", 5, False), (AdamW, "update", 1, True), (Trainer, "step", 2, True)
+    for kind, name, at, after in places:
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, name, interrupted(getattr(kind, name), at, after=after))
+            tuned(load(headless), out, **NEW)
     assert tuned(load(headless), out, **NEW).file.read_bytes() == whole
 
 

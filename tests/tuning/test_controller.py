@@ -374,6 +374,26 @@ def test_paused_has_the_reason():
     assert not drafting.paused
 
 
+def test_paused_has_no_reason_for_a_cycle_that_cannot_draft_measures_or_drafts():
+    """Without a match, prompt lookup alone has no drafts; a grammar's own drafts do not need the drafter's."""
+    without_match, measuring, forced = (Controller(max_drafts=0, max_lookup=7) for _ in range(3))
+    for seen in (without_match, measuring, forced):
+        while not seen.paused:
+            plan = seen.plan(20)
+            seen.observe(Cycle(plan, plan.k, 0, 0.02 * (1 + plan.k), matched=20))
+    without_match.plan(0)
+    measuring.costs.plain_first = 1
+    measuring.plan(20)
+    forced.costs.budget, forced.costs.retry_at["lookup 5"] = 9.0, float("inf")
+    forced.plan(20)
+    assert forced.redraft(PLAIN, [0]) == PLAIN
+    assert forced.paused
+    assert forced.redraft(PLAIN, [5]).source == "grammar"
+    assert not without_match.paused
+    assert not measuring.paused
+    assert not forced.paused
+
+
 def test_a_paused_controller_uses_lookup_for_a_new_match():
     """Useless heads in a sequence that copies, then does not, then copies again."""
     seen, sources = Controller(max_drafts=2, max_lookup=7), []

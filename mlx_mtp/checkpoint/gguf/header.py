@@ -101,9 +101,13 @@ def _splits(path: Path, first: GGUFContents) -> list[Path]:
     if not 0 <= count <= MAX_SPLITS:
         stated = shown(first.metadata["split.count"])
         raise ValueError(f"{path}: split.count is {stated}; allowed are integers from 0 to {MAX_SPLITS}")
-    if count <= 1:
-        return [path]
     files = split_names(path)
+    if count <= 1:
+        if len(files) > 1:  # `fingerprint` includes all files of the name
+            raise ValueError(
+                f"{path}: one of {len(files)} splits by its name, but its split.count is {count}; rename it"
+            )
+        return [path]
     if len(files) != count:
         raise ValueError(
             f"{path}: one of {count} splits; rename them to end in -00001-of-{count:05d}.gguf and so on, in order"
@@ -114,13 +118,15 @@ def _splits(path: Path, first: GGUFContents) -> list[Path]:
 
 
 def split_names(path: Path) -> list[Path]:
-    """Return the paths of all parts of a split file, at most MAX_SPLITS, in order, from the path of one part.
+    """Return the paths of all parts of a split file, in order, from the path of one part.
 
-    [path] for a name of another form; [] for a name that ends in of-00000. The files need not exist.
+    [path] for a name of another form, or unless 1 <= part number <= number of parts <= MAX_SPLITS in the name. The
+    files need not exist.
     """
     match = SPLIT.fullmatch(path.name)
-    count = min(int(match[3]), MAX_SPLITS) if match else 0
-    return [path.with_name(f"{match[1]}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)] if match else [path]
+    if not match or not 1 <= int(match[2]) <= (count := int(match[3])) <= MAX_SPLITS:
+        return [path]
+    return [path.with_name(f"{match[1]}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
 
 
 def _read_one(path: Path) -> GGUFContents:
