@@ -20,6 +20,7 @@ from mlx.utils import tree_flatten
 from ..cache.prompt_cache import PromptForm
 from ..cache.step_cache import CacheArrays, CacheForm
 from ..kernels import source_bytes
+from ..layers.blocks import lazily
 from ..layers.target import Target
 from ..tuning.plan import Plan
 from ..tuning.replay_choice import CompileChoice
@@ -153,7 +154,8 @@ class Record(NamedTuple):
 def _measured(step: Callable, held: list[int], *args: Any, **more: Any) -> Any:
     """Run a step while MLX records it, and store the bytes of its kernels' sources in `held`."""
     before = source_bytes()
-    found = step(*args, **more)
+    with lazily():
+        found = step(*args, **more)
     held[:] = [source_bytes() - before]
     return found
 

@@ -4,6 +4,9 @@ MLX's own operations do not support these. Where no kernel of ours runs, a produ
 a time, and multiplies in float32; its result has the type of its input.
 """
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +20,17 @@ from ..kernels import BLOCK_FORMATS, block_mode, block_product, dequantized_bloc
 MOST_PAIRS = 512  # pairs of a row and an expert from which each expert's rows are found, instead of a copy per pair
 PAIR_WEIGHTS = 1 << 22  # number of weights that are copied at a time
 WORDS = mx.uint16  # of scales; no other format has scales of this type
+_thread = threading.local()  # its `lazy` is True in a thread that is in `lazily`
+
+
+@contextmanager
+def lazily() -> Iterator[None]:
+    """Context in which this thread's calls of experts evaluate nothing, as while MLX records a function."""
+    _thread.lazy = True
+    try:
+        yield
+    finally:
+        _thread.lazy = False
 
 
 class Blocks:
@@ -70,13 +84,14 @@ class BlockSwitchLinear(Blocks, QuantizedSwitchLinear):
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         """Return outputs [*I, 1, N] of the experts `indices` [*I] for rows x, which are broadcast to [*I, 1, K].
 
-        If there are more than MOST_PAIRS indices, these are evaluated, to group rows by expert. sorted_indices has no
-        effect.
+        If there are more than MOST_PAIRS indices, these are evaluated, to group rows by expert, but not in `lazily`.
+        sorted_indices has no effect.
         """
         k = x.shape[-1]
         pairs = mx.broadcast_to(x, (*indices.shape, 1, k)).reshape(-1, 1, k)
         chosen = indices.reshape(-1)
-        y = self._by_pair(pairs, chosen) if chosen.size <= MOST_PAIRS else self._by_expert(pairs, chosen)
+        few = chosen.size <= MOST_PAIRS or getattr(_thread, "lazy", False)
+        y = self._by_pair(pairs, chosen) if few else self._by_expert(pairs, chosen)
         y = y.astype(x.dtype).reshape(*indices.shape, 1, -1)
         return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
 

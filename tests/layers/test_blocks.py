@@ -13,6 +13,7 @@ from stand_in import StandIn
 from sweep import sampled
 
 from mlx_mtp import emulator
+from mlx_mtp.decoding.replay import Record
 from mlx_mtp.kernels import BLOCK_FORMATS, quantized_blocks
 from mlx_mtp.kernels import _blocks as pieces
 from mlx_mtp.layers import blocks
@@ -91,6 +92,16 @@ def test_experts_compute_as_dequantized(mode, most, monkeypatch):
     assert relative_error(experts(x, chosen), exact(plain(x, chosen))) < 1e-5
     rows, sorted_ = mx.random.normal((6, 1, 256)), mx.array([0, 0, 2, 2, 5, 6])
     assert relative_error(experts(rows, sorted_, sorted_indices=True), exact(plain(rows, sorted_))) < 1e-5
+
+
+def test_a_recorded_step_groups_no_rows_by_expert(monkeypatch):
+    """Their numbers would have to be evaluated, which MLX refuses while it records; later calls may do so again."""
+    monkeypatch.setattr(blocks, "MOST_PAIRS", 0)
+    experts = made(SwitchLinear, 256, 8, 3, mode="q6_k")
+    x, chosen = mx.random.normal((4, 1, 1, 256)), mx.array([[2, 0], [0, 2], [2, 2], [1, 0]])
+    grouped = experts(x, chosen)
+    assert relative_error(Record.of(experts).step(x, chosen), exact(grouped)) < 1e-6
+    assert mx.array_equal(experts(x, chosen), grouped)
 
 
 @pytest.mark.parametrize("mode", sampled(["q6_k"], MODES))
