@@ -27,9 +27,9 @@ TYPES = tuple(type_name(dtype) for dtype in DTYPES)
 
 
 def launches(ops: Sequence[str] = (), sample: int | None = None, every_format: bool = False) -> list[RecordedLaunch]:
-    """Return one launch of each different text, ordered by kernel: the one with the most threads per group.
+    """Return, ordered by kernel, one launch per different kernel text: the one with the most threads per group.
 
-    ops: only these kernels, by default OPS. sample: at most this number of texts per kernel, in even steps.
+    ops: only these kernels, by default OPS. sample: at most this number of texts per kernel, evenly spaced.
     every_format: all formats that the kernels support, not only those of RELEASED and BLOCKS.
     """
     by_kernel = [each for each in _different(every_format) if each.text.kernel in (ops or OPS)]
@@ -43,7 +43,10 @@ def launches(ops: Sequence[str] = (), sample: int | None = None, every_format: b
 
 @functools.cache
 def _different(every_format: bool) -> list[RecordedLaunch]:
-    """Return one launch of each different text, ordered by kernel: the one with the most threads per group."""
+    """Return, ordered by kernel, one launch per different kernel text: the one with the most threads per group.
+
+    every_format: as in `launches`.
+    """
     with recorded() as launched:
         for make in groups(FORMATS if every_format else [*RELEASED, *BLOCKS]).values():
             for launch in make():

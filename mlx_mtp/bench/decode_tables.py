@@ -73,12 +73,12 @@ setting_of = itemgetter("context", "kv_bits", "mtp_kv_bits")  # the Setting of a
 
 
 def settings(found: dict[str, Any]) -> list[Setting]:
-    """Return the measured settings (context, kv_bits, mtp_kv_bits) of a result, in order, each once."""
+    """Return a result's distinct settings (context, kv_bits, mtp_kv_bits), in the order of their first entries."""
     return list(dict.fromkeys(setting_of(entry) for entry in found["entries"]))
 
 
 def categories(found: dict[str, Any]) -> list[str]:
-    """Return the categories of prompts in a result, in order, each once."""
+    """Return a result's distinct categories of prompts, in the order of their first entries."""
     return list(dict.fromkeys(entry["category"] for entry in found["entries"]))
 
 
@@ -93,7 +93,7 @@ def rows(found: dict[str, Any], setting: Setting, category: str | None = None) -
 
 
 def _speeds(entries: Sequence[dict[str, Any]]) -> list[float]:
-    """Return tokens after the first per second, over all prompts, per round; empty without such tokens."""
+    """Return, for each round with tokens after the first, these tokens per second over all prompts."""
     rounds = zip(*(zip(e["tokens"], e["seconds"], strict=True) for e in entries), strict=True)
     totals = [(sum(n - 1 for n, _ in prompts), sum(s for _, s in prompts)) for prompts in rounds]
     return [tokens / seconds for tokens, seconds in totals if tokens > 0]

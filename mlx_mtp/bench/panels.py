@@ -86,7 +86,7 @@ class RangePanel(Panel):
 
 
 def panels(*results: Found) -> list[Panel]:
-    """Return the panels of results: all profiles together in one, last; others in order, none of `bench parallel`."""
+    """Return the panels of results, in their order; one for all profiles is last. `bench parallel` has none."""
     makers = {"decode": (speed, acceptance), "verify": (verify_curves,), "kernels": (kernel_grid,)}
     makers["model"] = model_curve, model_cycles, documents
     profiles = [found for found in results if found["bench"] == "profile"]
@@ -95,7 +95,7 @@ def panels(*results: Found) -> list[Panel]:
 
 
 def subject(found: Found) -> str:
-    """Return a result's model and chip for titles; of `bench model` the chip that it predicts for."""
+    """Return "model, chip" of a result, for titles; of `bench model` the chip that it predicts for."""
     chip = found.get("chip", {}).get("name") or found["environment"]["chip"]
     label = found["model"].get("synthetic")
     return f"{found['model']['name']}{f' (synthetic: {label})' if label else ''}, {chip}"

@@ -164,7 +164,10 @@ def _attention_calls(filled: list[tuple[Attention, Any]], context: int, dtype: m
 def _attended(
     site: Attention, cache: Any, at: int | mx.array, context: int, mask: Any, x: mx.array
 ) -> list[mx.array]:
-    """Attend queries x [1, M, Hq * D] to the cache after writing M rows, which are derived from the queries."""
+    """Write M rows, made from x, at position `at`; return [attention output of queries x [1, M, Hq * D]].
+
+    at: one position, or an array [1] of it. context: upper bound of `at`, on the host. mask: the cache's for M rows.
+    """
     form, rows, placed = site.form, x.shape[1], getattr(site.module, "attention", None)
     q = x.reshape(1, rows, form.heads, -1).swapaxes(1, 2)
     k = q[:, : form.kv_heads]
@@ -178,12 +181,12 @@ def _attended(
 
 
 def _either(site: Any, placed: Any, x: mx.array) -> list[mx.array]:
-    """Run a site's kernel on rows x if `placed` is on for this row count, else mlx-lm's operations."""
+    """Return the outputs of a site's kernel on rows x if `placed` is on for this row count, else of mlx-lm's ops."""
     return site.ours(x) if placed is not None and len(x) in placed.rows else site.stock(x)
 
 
 def _taped(mixer: Any, dtype: mx.Dtype) -> RecurrentCache:
-    """Return a mixer's cache after some rows of a prompt and a verify of which half is accepted."""
+    """Return a mixer's cache after 4 rows of a prompt and a verify of 4 rows, of which 2 are accepted."""
     cache, rows = RecurrentCache(), _random(8, width_of(mixer.in_proj), dtype)
     mixer(rows[:, :4], None, cache)
     cache.seek(mx.array([4]), 4)

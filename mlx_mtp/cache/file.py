@@ -197,7 +197,7 @@ def _restored(model: CachedModel, state: dict[str, Any], arrays: dict[str, mx.ar
 def _check_tokens(tokens: list[int], pictures: list[list[int]], vocab_size: int) -> None:
     """Raise ValueError unless each token is a token id or a row of a picture, and the pictures equal `pictures`.
 
-    pictures: [first row, height, width] of each picture, in order; if empty, no token may be negative.
+    pictures: [first row, height, width] of each picture, by first row; if empty, no token may be negative.
     """
     least = -(2**63) if pictures else 0
     if not all(type(token) is int and least <= token < vocab_size for token in tokens):

@@ -30,7 +30,7 @@ class PromptPrefix:
 
     @property
     def pictures(self) -> tuple[Picture, ...]:
-        """The pictures before the prompt, in order, with `image` None; () if there are none."""
+        """The pictures before the prompt, by position, with `image` None; () if there are none."""
         return pictures_from_json(self.images)
 
     def check(self, **requested: Any) -> None:

@@ -134,7 +134,7 @@ class RecurrentCache(LayerCache):
         return shapes_of(parts[:3]) == shapes_of(self.parts[:2]) + convolved and all(t.shape[1] == rows for t in tape)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
-        """Return None: rows are read in order and need no mask."""
+        """Return None: rows are processed one after another and need no mask."""
         return None
 
     @property

@@ -52,7 +52,7 @@ def parts_with_pictures(messages: list[dict]) -> list[Any]:
 
 
 def pictures_of(messages: list[dict]) -> list[Any]:
-    """Return a list of all pictures that messages have in a list under "pictures", in order."""
+    """Return a list of all pictures that messages have in a list under "pictures", the first message's first."""
     return [picture for message in messages for picture in message.get("pictures", ())]
 
 

@@ -39,7 +39,7 @@ BLOCK_RATES = (
 def bench(ctx: click.Context) -> None:
     """Measure a model on this machine.
 
-    `mlx-mtp verify-lossless` checks the text; `mlx-mtp doctor` checks each kernel.
+    `mlx-mtp verify-lossless` checks that drafts do not change the text; `mlx-mtp doctor` checks each kernel.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help(), err=True)

@@ -10,7 +10,7 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 def grammar_options(command: Any) -> Any:
-    """Add the options that constrain each answer to a command."""
+    """Decorate a command with the options that constrain its answers to a grammar; return the command."""
     for option in (
         click.option("--grammar", type=FILE, default=None, help="File of a grammar in llguidance's dialect of Lark."),
         click.option("--regex", default=None, help="Regular expression that the whole answer must match."),
@@ -24,7 +24,7 @@ def grammar_options(command: Any) -> Any:
 
 
 def grammar_of(flags: dict[str, Any]) -> Any:
-    """Return the grammar of a command's flags, None without one.
+    """Return the grammar that a command's flags name, None if they name none.
 
     UsageError for more than one or an unreadable file, ValueError for an invalid grammar.
     """

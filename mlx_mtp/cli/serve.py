@@ -169,7 +169,7 @@ def _is_several(flags: dict[str, Any]) -> bool:
 
 
 def _find(flags: dict[str, Any]) -> list[Any]:
-    """Return an `Offer` for each --model, in order, then for each model in --models-dir.
+    """Return an `Offer` for each --model, as ordered in the command, then for each model in --models-dir.
 
     A --model of the hub is downloaded. Raises UsageError if two models have the same name in requests.
     """

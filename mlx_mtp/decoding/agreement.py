@@ -18,7 +18,7 @@ CHECKED = 64  # last tokens of the sequence that are compared before each cycle
 
 
 class Agreement:
-    """A generation's control on every rank, whose `plan` returns rank 0's plans, one per `meet`, in order.
+    """A generation's control on every rank, whose `plan` returns rank 0's plans, one per `meet`, the oldest first.
 
     sources: names of the drafters, in the same order on all ranks. stopping: rank 0 has ended the generation.
     """

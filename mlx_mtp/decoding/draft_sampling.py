@@ -219,7 +219,7 @@ class Choosers:
 
 
 def joined(choices: list[Choice]) -> Drafts:
-    """Return the `Drafts` made of one `Choice` per depth, in order; NO_DRAFTS for none."""
+    """Return the `Drafts` made of one `Choice` per depth, the first depth first; NO_DRAFTS for none."""
     if not choices:
         return NO_DRAFTS
     tokens = mx.concatenate([choice.token for choice in choices], axis=1)

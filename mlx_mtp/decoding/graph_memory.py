@@ -119,7 +119,7 @@ def graph_of(model: Target, cache: PromptCache, context: int, rows: int) -> list
 
 
 def peak(events: list[dict]) -> int:
-    """Return the maximum bytes that an exported graph, run in order, holds at once, without its inputs."""
+    """Return the maximum bytes that a graph, run in the order of `events`, holds at once, without its inputs."""
     operations, kept = _operations(events)
     left = Counter(chain(kept, *(reads for _, reads, _ in operations)))
     held: dict[str, int] = {}
@@ -144,7 +144,8 @@ def peak(events: list[dict]) -> int:
 def _operations(events: list[dict]) -> tuple[list[tuple[str, list[str], dict[str, int]]], list[str]]:
     """Return an exported graph's operations, as (name, inputs, bytes by output), and the graph's outputs.
 
-    A view has no bytes: an operation that reads it reads the array that it is a view of.
+    A view stays in the list, without outputs: operations that read the view, and the graph's outputs, name the array
+    that it is a view of.
     """
     base: dict[str, str] = {}
     operations: list[Any] = []

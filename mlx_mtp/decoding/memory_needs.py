@@ -34,7 +34,7 @@ class Needs:
     """Bytes at one context: weights of the target and of the drafter, caches of both, temporary arrays of a pass.
 
     heads, head_kv: weights and caches of the MTP heads and any other drafter. vision: weights of the vision tower,
-    which are read when the first picture is encoded; 0 without a tower, and where a load is checked.
+    which are read when the first picture is encoded; 0 without a tower, and in the check before a load.
     """
 
     weights: int
@@ -169,7 +169,7 @@ def largest_context(model: Target, budget: int, *, chunk: int = CHUNK, longest: 
     """Return a number of positions, about the largest, whose `needs` fit in `budget` bytes; 0 if none does.
 
     `needs` includes all weights, also the vision tower's. The result is `longest` if that fits, else a multiple of
-    GRAIN below it. layout: as in `needs`.
+    GRAIN below it. chunk: tokens per prefill chunk. layout: arguments of `make_prompt_cache`.
     """
     room = budget - nbytes(model.parameters()) - _tower_bytes(model)
     return _largest(model, make_prompt_cache(model, **layout), room, chunk, longest)

@@ -30,7 +30,7 @@ grammar: from `mlx_mtp.grammar`: every token is chosen among those that it allow
     tokenizer's end-of-text tokens then end the generation.
 sampler: mlx_lm's callable, logprobs [1, V] -> token [1], instead of temp .. xtc_special_tokens. Its draws from
     MLX's random state are reproducible as other draws are; it must have no other state.
-logits_processors: mlx_lm's callables, (tokens [T], logits [1, V]) -> logits [1, V], applied in order.
+logits_processors: mlx_lm's callables, (tokens [T], logits [1, V]) -> logits [1, V], applied one after another.
 logprobs: yield each token's logprobs [V] with it.
 pictures: the `Picture`s of `model.vision.picture` whose `tokens` are in the prompt, in any order; those that the
     prompt cache has read may be left out.

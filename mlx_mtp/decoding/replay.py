@@ -82,7 +82,10 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, frame: Frame, rows: int, pick: Pick) -> "Kind":
-        """Return the kind of a `recordable` frame's step after a run of `rows` rows."""
+        """Return the key of the recorded step for a frame that `recordable` returned and a run of `rows` rows.
+
+        pick: how all sequences of the frame choose tokens.
+        """
         end = frame.base + rows + frame.plan.k + 1
         shapes = tuple(part.shape for c in frame.cache.stepped for part in c.parts)
         plan = frame.plan if frame.asked else Plan("", frame.plan.k)  # the drafts are an input
@@ -102,7 +105,7 @@ def recorded(
     starts: Any,
     allowed: mx.array | None,
 ) -> tuple[Any, CacheArrays]:
-    """Run the step of a kind on caches made of the input arrays; `mx.compile` records this function."""
+    """Run the step with the key `kind` on caches made of the input arrays; `mx.compile` records this function."""
     model = model_ref()
     assert model is not None
     cache = kind.form.made(model)
@@ -124,7 +127,7 @@ def recorded_choice(
     *,
     keys: list[mx.array],
 ) -> Run:
-    """Choose the tokens of a kind; `mx.compile` records this function."""
+    """Choose tokens, as the key `kind` describes; `mx.compile` records this function."""
     model = model_ref()
     assert model is not None
     return choose(model, _members(kind.pick, keys), Passed(*passed), limits, masks)
@@ -161,7 +164,7 @@ def _measured(step: Callable, held: list[int], *args: Any, **more: Any) -> Any:
 
 
 class Recorder:
-    """The recorded steps of one model by thread, in order of last use.
+    """The recorded steps of one model by (thread, kind), the least recently used first.
 
     verdict: whether replaying is faster than building; None before a trial. Records hold the model's parameters, each
     with one adapter selected: `fit` drops those of a changed model.
@@ -269,9 +272,9 @@ class Compiled:
         return found(passed._replace(position=position, each=()), limits, masks, keys=_keys(frame))
 
     def recall(self, model: Target, kind: Any, record: Callable, held: int, stats: Stats) -> Callable | None:
-        """Return the recorded step of a kind, None until the kind has occurred OFTEN times in this thread.
+        """Return the recorded step with the key `kind`; None until the key has occurred OFTEN times in this thread.
 
-        stats: counts a new record. record, held: as in `Recorder.find`.
+        kind: a Kind or a ChoiceKind. stats: counts a new record. record, held: as in `Recorder.find`.
         """
         found, new = self.recorder.find(model, kind, record, held)
         stats.count_replays(0, int(new))

@@ -141,7 +141,7 @@ class Stats:
 
     @property
     def verify_time(self) -> float:
-        """The rest of `decode_time` without `draft_time`: the target's pass, sampling and acceptance."""
+        """`decode_time` less `draft_time`: the target's pass, sampling, acceptance; all of it without `phases`."""
         return self.decode_time - self.draft_time
 
     def add(self, other: "Stats") -> None:

@@ -48,7 +48,7 @@ def launch(
     grid: tuple[int, int, int],
     group: tuple[int, int, int],
 ) -> list[mx.array]:
-    """Launch the kernel `<op>.metal`, with the headers that it includes; return its outputs in order.
+    """Launch the kernel `<op>.metal`, with the headers that it includes; return a list of its `outputs`.
 
     inputs: arrays and numbers by their names in the body. outputs: shape and dtype of each, by name. template:
     dtypes, ints and bools. grid: all threads, in groups of `group`. Views are copied, unless the body reads strides.

@@ -51,7 +51,7 @@ def gated_delta_verify(
     """Process the first `accepted` rows of a tape, then new rows; return y and a state.
 
     q: [B, T, Hk, Dk]. rows: k [B, T, Hk, Dk], v [B, T, Hv, Dv], g [B, T, Hv] or [B, T, Hv, Dk], beta [B, T, Hv];
-        float16, bfloat16 or float32, g and beta of any of them.
+        float16, bfloat16 or float32, g and beta of any of them. g is the factor of the state, not its logarithm.
     state: [B, Hv, Dv, Dk] float32, before the tape.
     tape: P rows in the form of `rows`; those after the accepted may hold anything. None: no tape.
     accepted: [B], or [1] for all, int32, from 0 to P; ValueError unless it is given exactly if a tape is.

@@ -28,7 +28,7 @@ def verify_qmm(x: mx.array, weights: Quantized, *, split: bool = False) -> list[
     """Multiply x [..., K] with each of the stacked linears, and add `weights.bias`: a list of [..., N_p].
 
     On Metal each row has the bits of MLX's kernel for one row, and of its addition; up to 12 rows share one request
-    of the weights, with `split` up to 4. Elsewhere, or if `supported` is False: dequantized and multiplied in
+    of the weights, with `split` (for GPUs with few registers) up to 4. Elsewhere, or if `supported` is False: dequantized and multiplied in
     float32. Raises ValueError if x has another number of columns.
     """
     check_columns(x, weights)
@@ -79,7 +79,7 @@ def activated(gate: mx.array, up: mx.array, limit: float | None) -> mx.array:
 def verify_glu_ref(x: mx.array, weights: Quantized, limit: float | None = None) -> mx.array:
     """Return silu(gate) * up [..., H] of the two products (gate, up) of `verify_qmm_ref`.
 
-    Without a bias products have the type in which MLX computes them, `weights.dtype(x)`. limit: as in `activated`.
+    Without a bias products have the type in which MLX computes them, `weights.dtype(x)`. limit: as in `verify_glu`.
     """
     gate, up = verify_qmm_ref(x, weights)
     return activated(gate, up, limit)

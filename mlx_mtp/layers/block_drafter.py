@@ -152,7 +152,10 @@ class BlockMLP(nn.Module):
 
 
 class BlockLayer(nn.Module):
-    """A pre-norm decoder layer; with `attention_conv` and `mlp_conv` around its sub-layers in DFlash2."""
+    """A pre-norm decoder layer.
+
+    In DFlash2, `attention_conv` and `mlp_conv` convolve the input and the output of their sub-layers.
+    """
 
     def __init__(self, shape: BlockShape, reach: Reach):
         super().__init__()

@@ -140,7 +140,7 @@ def block_kind(module: Any) -> type | None:
 
 
 def made_of(module: Any, mode: str, weight: mx.array, scales: mx.array, dtype: mx.Dtype = mx.float32) -> Any:
-    """Return a frozen module with these packed codes and words of scales, and the bias of `module`, if it has one.
+    """Return a frozen module with packed codes `weight`, uint16 words `scales`, and the bias of `module`, if any.
 
     module: the unquantized one that it replaces. mode: of the block format. dtype: of an embedding's rows.
     """

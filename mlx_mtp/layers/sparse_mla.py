@@ -20,7 +20,10 @@ SCORED_ROWS = 64  # prompt rows scored at a time: every indexer head scores ever
 
 @dataclass
 class Chosen:
-    """The last indexer's selection, for layers without one: per sequence its slots [L, index_topk], None for all."""
+    """The last indexer's selection, for layers without an indexer.
+
+    slots: for each sequence [L, index_topk], or None, which selects all slots.
+    """
 
     slots: list[mx.array | None] = field(default_factory=list)
 

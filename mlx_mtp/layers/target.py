@@ -42,12 +42,12 @@ class Target(CachedModel, Protocol):
     def hidden(self, tokens: mx.array, cache: Sequence[LayerCache], rows: PromptRows = NO_ROWS) -> mx.array:
         """Append tokens [n, L] to the caches; return the hidden rows [n, L, H] that `logits` and `capture` take.
 
-        rows: a picture's embeddings and positions if the tokens are its rows; only prefill passes them.
+        rows: embeddings and positions instead of the tokens' own, for rows of a picture; only prefill passes them.
         """
         ...
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """Return logits [1, M, V] of hidden rows [1, M, H]."""
+        """Return logits [1, M, V] of hidden rows [1, M, H], as `hidden` returns them."""
         ...
 
     def choice(self, hidden: mx.array) -> Rows | None:

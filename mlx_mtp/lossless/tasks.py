@@ -87,7 +87,7 @@ def _boxed(text: str) -> str | None:
 def answer_all(
     model: Target, tokenizer: Any, tasks: list[Task], way: Way, *, max_tokens: int, progress: Progress
 ) -> tuple[Verdict, list[Answered]]:
-    """Return (a verdict that compares the outputs, one Answered per task in order).
+    """Return (a verdict that compares the outputs, one Answered per task, in the order of `tasks`).
 
     Every task is answered twice, greedily: without drafts, and drafted in `way`. The verdict has `greedy` only; its
     faults are not listed.

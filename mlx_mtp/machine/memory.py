@@ -169,5 +169,5 @@ def check_room(what: str, needed: int, *, ignore: bool, largest: Callable[[int],
 
 
 def in_gb(size: int) -> str:
-    """Return bytes as a number of gigabytes, without the unit, with one to three decimals, fewer for larger sizes."""
+    """Return bytes in GB (10^9 bytes) as text without the unit: one to three decimals, fewer for larger sizes."""
     return f"{size / 1e9:.{1 if size >= 1e10 else 2 if size >= 1e8 else 3}f}"

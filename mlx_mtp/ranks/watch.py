@@ -63,7 +63,10 @@ def wait_for_reason(error: BaseException) -> None:
 
 @dataclass
 class Peer:
-    """A connection to another rank. alive: time of its last message. partial: an unfinished line of its messages."""
+    """A connection to another rank.
+
+    alive: time.monotonic() of its last message. partial: an unfinished line of its messages.
+    """
 
     socket: socket.socket
     alive: float
@@ -99,7 +102,7 @@ class Watch:
 
     @property
     def silence(self) -> float:
-        """Seconds without a message after which a rank counts as hanging, so that all end within the limit."""
+        """Seconds without a message after which a rank counts as hanging, so that all others end within `limit`."""
         return self.limit - self.unwinding - RESERVE * self.poll
 
     def run(self) -> None:
@@ -142,7 +145,7 @@ class Watch:
     def _accept(self, end: float) -> None:
         """Accept connections until every other rank has sent its number; then set `met`, on the others too.
 
-        If a rank has not sent it by `end`, a time of `time.monotonic`, this process ends.
+        If a rank has not sent it by `end`, a time.monotonic(), this process ends.
         """
         with socket.create_server(self.meeting, backlog=self.size) as server:
             server.settimeout(POLL)
@@ -158,7 +161,7 @@ class Watch:
         self.met.set()
 
     def _connect(self, end: float) -> None:
-        """Connect to rank 0, and retry until it listens; end this process if it does not by `end`."""
+        """Connect to rank 0; retry until it listens, but end this process at `end`, a time.monotonic()."""
         while not self.peers:
             with contextlib.suppress(OSError):
                 connection = socket.create_connection(self.meeting, timeout=BEAT)

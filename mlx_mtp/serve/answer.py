@@ -198,8 +198,9 @@ class Splitter:
         """Remove and return the pending text before a possible call at `at`; None if more text is needed.
 
         If `at` starts no call, that is the text up to and with the mark's first character; without a mark, all but a
-        mark's start at the text's end. From the start of a call on, text is held. mark: found at `at`, "" for none.
-        complete: as in `_advance`. reasoning: the text is reasoning.
+        mark's start at the text's end. From the start of a call on, text is held. mark: found at `at`; "" for none,
+        `at` is then ignored. complete: as in `_advance`. reasoning: return the text as reasoning, and hold back the
+        start of its end mark instead of a stop string's.
         """
         if mark and (begins := self._begins_call(self._text, at)) is not False:
             self.holding = bool(begins) or complete is not None
@@ -249,7 +250,10 @@ class Splitter:
         return reading.calls if reading and not text[reading.end :].strip() else []
 
     def _no_call(self, *, reasoning: bool = False) -> list[Part]:
-        """Emit the first character of a text that proved to be no call, so that the search continues after it."""
+        """Emit the first character of a text that proved to be no call, so that the search continues after it.
+
+        reasoning: as in `_emit`.
+        """
         self.holding = False
         self._count(len(self._text))
         self._searched, end = 1, len(self._space) + 1
@@ -257,7 +261,7 @@ class Splitter:
         return self._emit(end, reasoning)
 
     def _count(self, read: int) -> None:
-        """Count characters that were read in search of calls; above MOST_READ the rest is not searched."""
+        """Count `read` characters that were read in search of calls; above MOST_READ the rest is not searched."""
         self._read += read
         if self._read > MOST_READ:
             self._format = self.opening = None
@@ -279,7 +283,10 @@ class Splitter:
         return min(found, default=(len(text), ""))
 
     def _emit(self, end: int, reasoning: bool = False) -> list[Part]:
-        """Remove and return the first `end` characters of the text, without line breaks after a mark of reasoning."""
+        """Remove and return the first `end` characters of the text, without line breaks after a mark of reasoning.
+
+        reasoning: return them as reasoning, else as content.
+        """
         text, self._text = self._text[:end], self._text[end:]
         if self._trims and text:
             text = text.lstrip("\n")

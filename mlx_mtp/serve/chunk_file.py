@@ -53,8 +53,8 @@ FOREIGN = Stored()  # stands for a file of another format
 def write_chunks(file: Path, path: list[Chunk], identity: str) -> Iterator[int]:
     """Write a path's chunks to a file, about PIECE bytes per step; yield the number of bytes written so far.
 
-    path: the chunks of one sequence, in order. identity: as in `Stored`. The file is complete only when the iterator
-    has ended, which writes the digests.
+    path: the chunks of one sequence, by position. identity: as in `Stored`. The file is complete only when the
+    iterator has ended, which writes the digests.
     """
     named, records = [_named(chunk) for chunk in path], [*map(_record, path)]
     state = {"format": FORMAT, "identity": identity}

@@ -241,7 +241,7 @@ class Engine:
             closed(work)
 
     def _advance(self, job: Job, steps: Steps) -> None:
-        """Advance a job by a step; end it after its last one or an exception, or before it if `must_end`."""
+        """Advance a job by a step, or end it if `must_end(job)`; after its last step or any exception, end it too."""
         try:
             with in_turn():
                 if must_end(job):

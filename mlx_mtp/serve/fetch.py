@@ -64,7 +64,8 @@ def _address(host: str, port: int, until: float) -> str:
     """Return the first IP address of a host.
 
     Raises ValueError unless all its addresses are public, OSError without any, and TimeoutError if they are not found
-    before `until`. The look-up then ends on a thread of its own, since the system has no way to cancel it.
+    before `until`, a time.monotonic(). The look-up then ends on a thread of its own, since the system has no way to
+    cancel it.
     """
     entries: Future[list[Any]] = Future()
     threading.Thread(target=_look_up, args=(host, port, entries), daemon=True).start()
@@ -94,7 +95,10 @@ def _is_public(address: str) -> bool:
 
 @contextlib.contextmanager
 def _ended(connected: socket.socket, until: float) -> Iterator[None]:
-    """Shut a connection down if the block still runs at `until`; a timeout would start again with each piece."""
+    """Return a context that shuts a connection down if its block still runs at `until`, a time.monotonic().
+
+    A socket's timeout would start again with each piece.
+    """
     twin = connected.dup()  # TLS detaches the socket itself
     timer = threading.Timer(max(0.01, until - time.monotonic()), _shut_down, [twin])
     timer.daemon = True

@@ -1,4 +1,4 @@
-"""Run the HTTP server: listen while the engine's thread loads the model, and shut down in order."""
+"""Run the HTTP server: listen while the engine's thread loads the model, and shut down after the active requests."""
 
 import asyncio
 import contextlib
@@ -95,7 +95,10 @@ class Settings:
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server whose first signal ends it in order, with exit code 0; a second one ends it at once."""
+    """A uvicorn server; a first signal ends it with exit code 0 after its active requests, a second one at once.
+
+    grace: maximum seconds for these requests.
+    """
 
     def __init__(self, config: uvicorn.Config, engine: Engine | Models, grace: float):
         super().__init__(config)

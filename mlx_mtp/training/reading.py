@@ -29,7 +29,8 @@ def pieces(texts: Iterable[Text], length: int, vocab_size: int) -> Iterator[tupl
             tokens = text.tokens[first : first + length]
             if len(tokens) >= LEAST:
                 if outside := [t for t in tokens if not 0 <= t < vocab_size]:
-                    raise ValueError(f"token {outside[0]} in a text; the model has tokens 0 to {vocab_size - 1}")
+                    has = f"the model has tokens 0 to {vocab_size - 1}; use its own tokenizer"
+                    raise ValueError(f"token {outside[0]} in a text; {has}")
                 answer = min(max(0, text.answer - first), len(tokens))
                 yield Text(tokens, answer), is_held_out(text.tokens[: text.answer] or tokens[:LEAST])
 

@@ -228,7 +228,7 @@ class ModelTrials:
         """Decide on untried kernels for more than eight rows, in a lane also on those that nothing uses.
 
         Then, in the lane "fast", on matrix-unit products of these row counts. Returns False if none of the former
-        were untried. how: as in `decide`.
+        were untried. how: keyword arguments of `kernel_trials.decide`.
         """
         more = self.more_rows
         among = self.needed() if self.lane is None else self.trials
@@ -279,7 +279,8 @@ class ModelTrials:
     def decide(self, trials: list[KernelTrial], **how: Any) -> None:
         """Set the verdicts of these trials, from the file of findings or by running them.
 
-        Verdicts of a spelling of multiply-adds that is no longer in use are decided again.
+        Verdicts of a spelling of multiply-adds that is no longer in use are decided again. how: keyword arguments of
+        `kernel_trials.decide`.
         """
         self.verdicts |= decide(trials, lane=self.lane, remembered=self.remembered, **how)
         tried = [trial for trial in self.trials if not self.has_untried([trial])]

@@ -51,7 +51,7 @@ ASSUMED = {
 
 
 def tokens_per_cycle(rates: Sequence[float], k: int) -> float:
-    """Return the expected tokens of a cycle with k drafts. rates: as in `Assumed`; at least one."""
+    """Return the expected tokens of a cycle with k drafts. rates: as `block` of `Assumed`, at least one."""
     each = islice(chain(rates, repeat(rates[-1])), k)
     return 1 + sum(accumulate(each, mul))
 

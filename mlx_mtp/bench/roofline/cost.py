@@ -140,7 +140,10 @@ def linear(op: LinearOp, at: PassShape, chip: Chip) -> Cost:
 
 
 def experts(op: ExpertsOp, at: PassShape, _: Chip) -> Cost:
-    """Return experts' Cost: stock MLX reads one for every (token, expert) pair, ours every distinct one once."""
+    """Return the Cost of experts: with "experts" in `at.on` that of our kernel, else that of stock MLX.
+
+    Our kernel reads each distinct expert once; stock MLX reads an expert for each (token, expert) pair.
+    """
     pairs = at.m * op.top
     if op.packed:
         visited = op.visited(at.m, at.overlap) / op.nbytes if "experts" in at.on else pairs

@@ -92,7 +92,7 @@ def _split(part: GGUFContents, key: str, default: int = 1) -> int:
 
 
 def _splits(path: Path, first: GGUFContents) -> list[Path]:
-    """Return the paths of all parts of a GGUF file, in order. first: the content of the file `path`, any part.
+    """Return the paths of all parts of a GGUF file, by part number. first: the content of the file `path`, any part.
 
     ValueError if a part is missing, the file's name does not fit the number of parts, or split.count is not an
     integer from 0 to MAX_SPLITS.
@@ -110,7 +110,7 @@ def _splits(path: Path, first: GGUFContents) -> list[Path]:
         return [path]
     if len(files) != count:
         raise ValueError(
-            f"{path}: one of {count} splits; rename them to end in -00001-of-{count:05d}.gguf and so on, in order"
+            f"{path}: one of {count} splits; rename them to end in -00001-of-{count:05d}.gguf and so on, in their order"
         )
     if missing := [file for file in files if not file.is_file()]:
         raise ValueError(f"{missing[0]}: not found; {path.name} is one of {count} splits, which are all needed")
@@ -118,7 +118,7 @@ def _splits(path: Path, first: GGUFContents) -> list[Path]:
 
 
 def split_names(path: Path) -> list[Path]:
-    """Return the paths of all parts of a split file, in order, from the path of one part.
+    """Return the paths of all parts of a split file, by part number, from the path of one part.
 
     [path] for a name of another form, or unless 1 <= part number <= number of parts <= MAX_SPLITS in the name. The
     files need not exist.
@@ -206,7 +206,7 @@ class _Reader:
     def entry(self, name: str, kinds: dict[int, tuple[str, int, int]]) -> Entry:
         """Read and return one entry of the table of tensors; its `begin` is relative to the data's begin.
 
-        kinds: as `block_sizes`. ValueError for a type or shape that is not allowed.
+        kinds: the result of `block_sizes`. ValueError for a type or shape that is not allowed.
         """
         dimensions = self.scalar("I")
         if not 1 <= dimensions <= MAX_DIMENSIONS:
@@ -223,7 +223,7 @@ class _Reader:
         return Entry(self.path, name, shape, label, offset, total // values * nbytes)
 
     def scalar(self, form: str) -> Any:
-        """Read and return one number. form: its type in `struct`."""
+        """Read and return one little-endian number. form: its character in `struct`, such as "I", no byte order."""
         (value,) = struct.unpack_from("<" + form, self.data, self.at)
         self.at += struct.calcsize(form)
         return value
@@ -243,8 +243,8 @@ class _Reader:
     def value(self, kind: int, depth: int) -> Any:
         """Read and return one metadata value of a numbered type; arrays of numbers become NumPy arrays, others lists.
 
-        depth: number of arrays that contain the value. ValueError for an unknown type, deeper arrays than MAX_NESTED,
-        or more than MAX_ITEMS values in all arrays read so far.
+        kind: the type's number in GGUF. depth: number of arrays that contain the value. ValueError for an unknown
+        type, deeper arrays than MAX_NESTED, or more than MAX_ITEMS values in all arrays read so far.
         """
         if kind in SCALARS:
             return self.scalar(SCALARS[kind])

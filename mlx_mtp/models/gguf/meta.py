@@ -36,7 +36,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # keys that change logits, and values u
 
 @dataclass
 class Meta:
-    """Metadata of one GGUF file: `file` for messages, all `values`, its tensors' shapes by name, the keys `read`.
+    """Metadata of one GGUF file: `file` for messages, `values` by full key, tensors' `shapes` by name.
+
+    read: the full keys that were looked up.
 
     Methods take keys without the architecture's prefix. They return `default` for a missing key, and raise ValueError
     if no default is given. A number stored in float32 is returned as its shortest decimal, 1e-05 for 9.99999975e-06.

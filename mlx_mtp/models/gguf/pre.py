@@ -42,7 +42,7 @@ SMOLLM = ({"type": "Digits", "individual_digits": True}, GPT2)
 
 
 def _split(*patterns: str) -> tuple[dict[str, Any], ...]:
-    """Return the steps of a pre-tokenizer that splits by each regex in order, then maps bytes to characters."""
+    """Return the steps of a pre-tokenizer that splits by one regex after another, then maps bytes to characters."""
     rule = {"type": "Split", "behavior": "Isolated", "invert": False}
     return (*({**rule, "pattern": {"Regex": pattern}} for pattern in patterns), BYTES)
 

@@ -131,7 +131,7 @@ class Pixels:
 
 
 def find_marks(path: Path) -> tuple[int, ...]:
-    """Return the token ids of MARKS, in order, from the tokenizer.json in a directory.
+    """Return the token ids of MARKS, in the order of MARKS, from the tokenizer.json in a directory.
 
     ValueError if the file is missing or invalid, or lacks one of MARKS.
     """

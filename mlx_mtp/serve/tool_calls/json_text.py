@@ -14,7 +14,7 @@ LAST = regex.compile(r"\s*,?\s*\}")
 def members(text: str, start: int) -> Iterator[tuple[str, str]]:
     """Yield (quoted key, value's text) of the object whose brace is at `start`.
 
-    Raises ValueError after the members that are readable if it is no complete object.
+    Values need not be valid. After the last readable member, raises ValueError if the object does not end there.
     """
     at = start + 1
     while member := MEMBER.match(text, at):
@@ -28,7 +28,7 @@ def members(text: str, start: int) -> Iterator[tuple[str, str]]:
 
 
 def end_of_value(text: str, start: int) -> int | None:
-    """Return the index after the JSON value that starts at `start`; None if it does not end. It need not be valid."""
+    """Return the index after the JSON value, valid or not, that starts at `start`; None if it does not end."""
     if text[start : start + 1] not in ("{", "["):
         scalar = SCALAR.match(text, start)
         return scalar.end() if scalar else None
