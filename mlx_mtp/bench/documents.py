@@ -45,7 +45,7 @@ def published() -> list[Any]:
     Its columns and the `condition` are attributes.
 
     Speeds are in tokens/s, acceptance is the share of all drafts, a context is in 1,024 tokens ("32k"). kv_cache,
-    mtp_kv_cache: types of the target's and the heads' caches; the latter is empty if it is the same.
+    mtp_kv_cache: types of the target's and the heads' caches; mtp_kv_cache is "" if they are equal.
     """
     found = []
     for row in csv.DictReader(line for line in FILE.read_text().splitlines() if not line.startswith("#")):

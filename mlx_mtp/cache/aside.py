@@ -33,8 +33,8 @@ def reunite(cache: Any) -> None:
 def end_aside(cache: Any, base: int, spare: int) -> None:
     """Pause the drafter if caches are aside and the plan needs them, or more than MOST_UNREAD rows wait for them.
 
-    base: the position at which the drafter stops, as in `PromptCache.pause_heads`. spare: number of first caches that the plan does not need; 0, which always
-    pauses, also for a plan without drafts.
+    base: argument of `PromptCache.pause_heads`. spare: number of first caches that the plan does not need; 0, which
+    always pauses, also for a plan without drafts.
     """
     if cache.aside and (not spare or cache.pending_rows > MOST_UNREAD):
         cache.pause_heads(base)

@@ -38,8 +38,8 @@ def make_cache(
 def make_caches(windows: Sequence[CacheKind | Ring], *, starts: list[int], **quantization: Any) -> list[Any]:
     """Return an empty cache per layer of a sequence; layers with the same window share one Ring.
 
-    windows: argument `window` of `make_cache` for each layer. starts: each layer's first position with contents, above 0 for later
-    MTP heads of a chain. quantization: `bits` and `group_size` of `make_cache`.
+    windows: argument `window` of `make_cache` for each layer. starts: each layer's first position with contents,
+    above 0 for later MTP heads of a chain. quantization: `bits` and `group_size` of `make_cache`.
     """
     pairs = zip(windows, starts, strict=True)
     return from_configs([{"window": window, "start": start, **quantization} for window, start in pairs])

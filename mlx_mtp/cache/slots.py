@@ -228,7 +228,7 @@ POOLS: dict[type[Any], type[Any]] = {
 
 
 def pooled(cache: Any, ring: Ring | None) -> Any:
-    """Return the empty pool of one layer, for sequences whose caches are of the kind of `cache`.
+    """Return the empty pool of one layer, for sequences whose caches have the class and format of `cache`.
 
     ring: the Ring that the layers of these caches share, None without a window. Raises ValueError for a kind of cache
     that no pool can hold.

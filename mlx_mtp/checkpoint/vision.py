@@ -158,7 +158,7 @@ def open_vision(
 
 
 def vision_facts(config: dict, vision: Any, blind: str, ignored: tuple[str, ...]) -> dict[str, Any]:
-    """Return the fields "vision" and "ignored" of a `Report`; the latter without patterns of the tower's tensors.
+    """Return the fields "vision" and "ignored" of a `Report`; "ignored" is without patterns of the tower's tensors.
 
     vision, blind: the results of `open_vision` or `usable_tower`. ignored: patterns of the names of tensors that text
     decoding does not use.

@@ -43,7 +43,7 @@ def forced_plan(d: Decoder, planned: Plan, max_drafts: float) -> Plan | None:
 def redrafted(control: Any, planned: Plan, forced: Sequence[int]) -> Plan:
     """Return `planned`, or a plan of drafts that grammars force. forced: their number in each sequence.
 
-    A Controller compares estimates; with another control the latter is returned if it has more drafts in sum.
+    A Controller compares estimates; with another control the forced drafts are the plan if they are more in sum.
     """
     if isinstance(control, Controller):
         return control.redraft(planned, forced)

@@ -198,8 +198,8 @@ def _largest(model: Target, cache: PromptCache, room: int, chunk: int, longest: 
 def _fitting(model: Target, budget: int, asked: Budget) -> Iterator[str]:
     """Yield in words what would fit: the largest context, and a longer one with 8 and with 4 kv_bits.
 
-    The latter are at most the requested context. Nothing if no context fits. budget: bytes for weights, caches and
-    temporary arrays. asked: the load's Budget.
+    The longer ones are at most the requested context. Nothing if no context fits. budget: bytes for weights, caches
+    and temporary arrays. asked: the load's Budget.
     """
     plain = largest_context(model, budget, chunk=asked.step, **asked.layout)
     if plain:

@@ -195,11 +195,12 @@ class Recorder:
             self._states[adapter] = state
 
     def find(self, model: Target, kind: Kind, record: Callable, held: int) -> tuple[Callable | None, bool]:
-        """Return (the recorded step of a kind, whether it is new), or (None, False) before its OFTEN-th occurrence.
+        """Return (the recorded step with a key, whether it is new), or (None, False) before its OFTEN-th occurrence.
 
         Records and occurrences are those of the calling thread.
 
-        record: the function to record, which gets a weak reference to the model, the kind and the step's arrays.
+        kind: the key. record: the function to record, which gets a weak reference to the model, the kind and the
+        step's arrays.
         held: maximum bytes of kernel sources in all records with this form of caches; least recently used ones are
         dropped.
         """

@@ -17,8 +17,9 @@ class Matcher:
     """The position of one answer in its grammar. One thread at a time may use it.
 
     parser: llguidance's matcher, at the start. styles: its matchers of `Grammar.styles`, which are copied.
-    eos: token ids that end the answer, the usual one first. words: the argument is the number of int32 words of the
-    tokenizer's masks and that of the model's, the attribute the latter; the words in between are zeros, which forbid.
+    eos: token ids that end the answer, the usual one first. words: the argument is the numbers of int32 words of the
+    tokenizer's masks and of the model's, the attribute that of the model's; words beyond the tokenizer's are zeros,
+    which forbid.
     start: number of tokens before the answer. size: number of the answer's tokens that it has followed.
     most: maximum number of `drafts` in a cycle, 0 for none.
     stats: an object whose `mask_time` the seconds of `fill` are added to, or None.

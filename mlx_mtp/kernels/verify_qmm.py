@@ -28,8 +28,8 @@ def verify_qmm(x: mx.array, weights: Quantized, *, split: bool = False) -> list[
     """Multiply x [..., K] with each of the stacked linears, and add `weights.bias`: a list of [..., N_p].
 
     On Metal each row has the bits of MLX's kernel for one row, and of its addition; up to 12 rows share one request
-    of the weights, with `split` (for GPUs with few registers) up to 4. Elsewhere, or if `supported` is False: dequantized and multiplied in
-    float32. Raises ValueError if x has another number of columns.
+    of the weights, with `split` (for GPUs with few registers) up to 4. Elsewhere, or if `supported` is False:
+    dequantized and multiplied in float32. Raises ValueError if x has another number of columns.
     """
     check_columns(x, weights)
     if not (on_metal() and supported(x, weights)):

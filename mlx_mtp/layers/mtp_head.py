@@ -14,7 +14,7 @@ from .mtp_spec import MTPSpec
 
 
 class MTPHead(nn.Module):
-    """An MTP head around `block`, a decoder layer of the family.
+    """An MTP head, which contains `block`, a decoder layer of the family.
 
     Its norms have the class, size and eps of `final`, the target's last norm. `mask_array`: the block needs its mask
     as an array. A port sets `window`, the number of last positions that the block's attention reads, unless it reads
@@ -66,7 +66,7 @@ class MTPHead(nn.Module):
 
 
 class EagleHead(MTPHead):
-    """An external drafter's head around `block`, a Llama-like layer.
+    """An external drafter's head, which contains `block`, a Llama-like layer.
 
     Its attention reads [embedding, hidden] at full width, so its projections are widened.
     captured: width of each captured hidden state. vocab, draft_vocab: tokens of the target and of the LM head.

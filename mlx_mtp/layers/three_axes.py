@@ -30,7 +30,8 @@ class ThreeAxes:
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
         """Return x rotated to `offset`: one that `plain` takes, or positions [3, L] for the rows of [1, heads, L, D].
 
-        In the latter case rows are on the batch axis, so that a row with three equal positions has a text row's bits.
+        With such positions rows are rotated on the batch axis, so that a row with three equal positions has a text
+        row's bits.
         """
         if getattr(offset, "ndim", 0) < 2:
             return super().__call__(x, offset=offset)  # type: ignore[misc]

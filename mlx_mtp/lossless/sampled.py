@@ -46,7 +46,7 @@ class Fit:
 def draw(
     model: Target, prompt: list[int], options: dict[str, Any], *, seeds: Iterable[int], length: int
 ) -> list[list[int]]:
-    """Return a sampled output of `length` tokens for each seed, in the order of `seeds`, all after one prefill of the prompt.
+    """Return a list of a sampled output of `length` tokens for each of `seeds`, all after one prefill of the prompt.
 
     options: keyword arguments of `generate_step`, but for cache, seed and maximum; with `stop_tokens` outputs may be
     shorter.

@@ -35,7 +35,7 @@ def digest(lines: Iterable[str]) -> str:
 
 
 def cache_directory(kind: str = "trials") -> Path:
-    """Return the directory for files of a kind, which may not exist.
+    """Return the directory for files of a kind, such as "trials"; the directory may not exist.
 
     MLX_MTP_CACHE, if it is set, is the directory of "trials" and contains those of other kinds; else all are in
     mlx_mtp in the user's cache folder. RuntimeError if the home directory is needed and unknown.
@@ -54,7 +54,8 @@ def file_of(directory: Path, facts: Mapping[str, Any]) -> Path:
 class RememberedFile:
     """Measurements made under certain facts, in a file of their own.
 
-    kind: of `cache_directory`. facts: JSON values. lost: the start of the warning if the file cannot be written.
+    kind: argument of `cache_directory`. facts: JSON values. lost: the start of the warning if the file cannot be
+    written.
     """
 
     def __init__(self, kind: str, facts: dict[str, Any], lost: str):

@@ -89,7 +89,7 @@ Places = tuple[Place, ...]
 
 
 def places_in(tokens: Sequence[int]) -> Places:
-    """Return the places of the pictures in a sequence of tokens, by first row; the last picture may be cut at its end.
+    """Return the places of a sequence's pictures, by first row; the last picture may be cut at the sequence's end.
 
     Raises ValueError for other negative tokens, and a picture that is cut before the end of the sequence.
     """

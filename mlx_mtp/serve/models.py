@@ -201,7 +201,7 @@ class Models:
                 slot.engine.close()
 
     def _list(self) -> None:
-        """Set `slots` and `skipped`, and log the latter. Raises ValueError if no model can be served."""
+        """Set `slots` and `skipped`; warn of each skipped model. Raises ValueError if no model can be served."""
         unused: Any = None
         offers, slots = self.find(), {}
         self.skipped = [offer for offer in offers if offer.problem]

@@ -114,7 +114,8 @@ class Recording:
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """Return read-only memory maps of all tokens: hidden rows, float16 [size, width], and int32 [size, 2].
 
-        The latter's columns are the token, and the target's most likely token after it. There must be a document.
+        The columns of the int32 array are the token, and the target's most likely token after it. There must be a
+        document.
         """
         shape = self.size, self.width
         rows = np.memmap(self.path / ROWS, np.float16, "r", shape=shape)

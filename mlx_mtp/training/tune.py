@@ -184,9 +184,9 @@ def _texts(
 def _record(work: _Work, documents: Iterator[tuple[Text, bool]], tokens: int) -> None:
     """Record documents until there are `tokens` tokens, and some documents are held out and some are not.
 
-    For the latter at most MORE further documents are recorded; if then, or where the documents end before, all are
-    held out or none is, the last of them are held out: one in HELD_OUT, at least one. ValueError if there are fewer
-    than FEWEST tokens, or only one document.
+    So that both are there, at most MORE further documents are recorded; if then, or where the documents end before,
+    all are held out or none is, the last of them are held out: one in HELD_OUT, at least one. ValueError if there are
+    fewer than FEWEST tokens, or only one document.
     """
     recording = work.recording
     record(work.model, documents, recording, tokens, work.progress)

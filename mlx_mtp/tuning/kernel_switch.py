@@ -227,8 +227,8 @@ class ModelTrials:
     def _decide_more(self, **how: Any) -> bool:
         """Decide on untried kernels for more than eight rows, in a lane also on those that nothing uses.
 
-        Then, in the lane "fast", on matrix-unit products of these row counts. Returns False if none of the former
-        were untried. how: keyword arguments of `kernel_trials.decide`.
+        Then, in the lane "fast", on matrix-unit products of these row counts. Returns False if none of the kernels
+        of the first step were untried. how: keyword arguments of `kernel_trials.decide`.
         """
         more = self.more_rows
         among = self.needed() if self.lane is None else self.trials

@@ -110,7 +110,7 @@ def _splits(path: Path, first: GGUFContents) -> list[Path]:
         return [path]
     if len(files) != count:
         raise ValueError(
-            f"{path}: one of {count} splits; rename them to end in -00001-of-{count:05d}.gguf and so on, in their order"
+            f"{path}: one of {count} splits; rename them, in order, to end in -00001-of-{count:05d}.gguf and so on"
         )
     if missing := [file for file in files if not file.is_file()]:
         raise ValueError(f"{missing[0]}: not found; {path.name} is one of {count} splits, which are all needed")

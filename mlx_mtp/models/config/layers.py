@@ -17,7 +17,7 @@ def interval(kinds: list[str]) -> int | None:
 
 
 def letters(kinds: list[str]) -> str | None:
-    """Return one letter per layer, "G" for full attention and "L" for any other kind; None if all have the former."""
+    """Return one letter per layer, "G" for full attention and "L" for any other kind; None if all have "G"."""
     return "".join("G" if kind == FULL else "L" for kind in kinds) if {*kinds} - {FULL} else None
 
 

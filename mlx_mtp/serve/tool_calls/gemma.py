@@ -18,7 +18,10 @@ DEEPEST, MOST_READINGS, MOST_WRITTEN = 60, 1000, 500_000
 
 @dataclass(frozen=True)
 class GemmaCalls:
-    """Gemma's format. start, end: marks around a block of calls. quote: the mark at both ends of a string."""
+    """Gemma's format.
+
+    start, end: marks before and after a block of calls. quote: the mark at both ends of a string.
+    """
 
     start: str
     end: str
@@ -93,7 +96,7 @@ class ValueReader:
         """Yield the readings of a list or an object from its member at `at` on; none if nested deeper than DEEPEST.
 
         before: its earlier members as JSON. close: the bracket that ends it, which states its kind. depth: number of
-        lists and objects around it.
+        lists and objects that contain the list or object.
         """
         if (at, close) in self._unreadable or depth > DEEPEST:
             return

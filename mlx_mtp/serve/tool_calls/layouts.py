@@ -41,7 +41,8 @@ class Layout(NamedTuple):
 
     between: None if an answer has only one call. empty: replaces head and arguments of a call without any; None:
     nothing does. parameter: of `TaggedCalls`. separator: between arguments, unless it is part of their tags. quote:
-    around strings of `PythonicCalls`. by_key: arguments are sorted by key. spread: JSON arguments have line breaks.
+    at both ends of strings of `PythonicCalls`. by_key: arguments are sorted by key. spread: JSON arguments have line
+    breaks.
     python: lists and objects are written as Python's. ascii: JSON has escape sequences instead of letters that are
     not ASCII. first: the text with which a call starts, "" if it is the format's mark. leads: texts that may precede
     `start` at the start of an answer, with {name} for a tool's name.

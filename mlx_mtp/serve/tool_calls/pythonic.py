@@ -28,7 +28,7 @@ VALUE_END = regex.compile(rf"(?=\s*(?:,\s*{NAME}\s*=|\)\s*(?:,\s*[\w.-]+\s*\(|\]
 
 @dataclass(frozen=True)
 class PythonicCalls:
-    """A format with these marks around a list of calls.
+    """A format with the marks `start` and `end` before and after a list of calls.
 
     escaped: try to read all arguments as Python literals; if not, or in vain, strings are any text between quotes.
     """

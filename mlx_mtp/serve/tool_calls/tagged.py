@@ -31,7 +31,8 @@ MOST_ENDS, MOST_PLACES, MOST_CHECKED = 2000, 2500, 200_000
 class TaggedCalls:
     """A format with these tags.
 
-    start, end: around a block of calls, "" without. foot: ends one call; "" if the end of the block does.
+    start, end: marks before and after a block of calls, "" without. foot: ends one call; "" if the end of the block
+    does.
     head: pattern that starts a call, with {name} for the offered names.
     parameter: pattern that starts an argument, with the group `key`, and the group `type` if the model writes the
         value's type ("string" or "true" marks plain text).
