@@ -1,4 +1,4 @@
-"""Time mlx-lm's loop, our plain loop, fixed numbers of drafts, and adaptive drafting, in turn on the same prompts.
+"""Time mlx-lm's loop, our plain loop, fixed numbers of drafts, and adaptive drafting, one after another by prompt.
 
 A speed is the number of tokens after the first, divided by the time since the first; the prefill is timed separately.
 "adaptive" is the default of our loop: it measures costs while it generates, and keeps them for the next prompt.
@@ -87,7 +87,7 @@ class MlxLm:
 
 @dataclass
 class Ours:
-    """Our loop with options of `generate_step`. drafts: maximum per cycle, None: default. stats: of the last run."""
+    """Our loop with options of `generate_step`. drafts: maximum per cycle, None: default. stats: of its last run."""
 
     model: Any
     name: str
@@ -279,7 +279,7 @@ def open_guided_session(subject: Subject, rounds: int, cooldown: float) -> Sessi
 
 
 def measure(session: Session, prompts: Sequence[BenchPrompt], settings: LoopSettings, progress: Progress) -> None:
-    """Run all loops on each prompt, in turn in each round; add entries and differences to the session.
+    """Run all loops on each prompt, one after another in each round; add entries and differences to the session.
 
     The model's measured costs are dropped first. progress: called before each prompt with its category, the number
     done and the total, and with "" at the end.

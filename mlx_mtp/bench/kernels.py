@@ -1,6 +1,6 @@
 """Measure our kernels op by op: times against stock MLX on a GPU, and emulated memory traffic anywhere.
 
-Times are those of dependent chains over several layers of a released model's shapes, ours and stock in turn;
+Times are those of dependent chains over several layers of a released model's shapes, ours and stock alternately;
 `verify_qmm_mma` is compared with `verify_qmm`. Traffic is counted on small shapes and is not a time.
 """
 

@@ -146,7 +146,7 @@ def undisturbed(work: Workload) -> tuple[list[int], float]:
 
 
 def profile(work: Workload, *, rounds: int, cooldown: float = 0.0) -> tuple[list[Timer], list[float]]:
-    """Time `rounds` generations phase by phase and as many undisturbed ones, in turn.
+    """Time `rounds` generations phase by phase and as many undisturbed ones, alternately.
 
     Returns a timer per round, and the seconds of each undisturbed generation. AssertionError if texts differ.
     """

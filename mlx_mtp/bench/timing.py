@@ -94,7 +94,7 @@ class Call:
 
 
 def chain_seconds(calls: Sequence[Call], steps: int, start: int = 0) -> float:
-    """Return the seconds of `steps` calls in turn, from index `start` on and cyclically.
+    """Return the seconds of `steps` calls one after another: calls[start] first, and calls[0] after the last.
 
     Each call runs after all outputs of the previous one. Building the graph is not timed.
     """

@@ -64,7 +64,7 @@ def read(file: Path) -> tuple[list[dict[str, Any]], int]:
 
     A message's "pictures" are `data:` URLs. A file without a number of answers has one per assistant's message.
     Raises a one-line ValueError if it is no regular file, and unless the messages are [system], then user and
-    assistant in turn up to an assistant's, or none; OSError if the file cannot be read.
+    assistant alternately up to an assistant's, or none; OSError if the file cannot be read.
     """
     if file.exists() and not file.is_file():  # a device may never end
         raise ValueError(f"{file}: not a regular file")

@@ -272,7 +272,7 @@ class PrefixTree:
         self.size.chunks += sign
 
     def _can_store(self, cache: PromptCache) -> bool:
-        """Return whether a cache can be stored: it is not empty, the tree `stores`, and both are quantized alike."""
+        """Return whether a cache can be stored: it is not empty, and the tree `stores`, in the same quantization."""
         return bool(self.stores and cache.offset and cache.quantizing == self.blank.quantizing)
 
     def _split(self, tokens: Sequence[int], *ends: int) -> list[tuple[int, ...]]:

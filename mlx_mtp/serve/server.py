@@ -70,7 +70,8 @@ class Settings:
     timeout:  seconds of a request. grace: seconds that responses may take to finish at the end.
     fetch:    "host" or "host:port" from which pictures of requests may be fetched.
     features: maximum bytes of pictures' features that are stored in memory; None: the vision tower's default.
-    max_memory: with several models, maximum bytes that MLX has allocated after a load; None: as in `Models`.
+    max_memory: with several models, maximum bytes that MLX has allocated after a load; None: what is available at
+        the start.
     """
 
     names: tuple[str, ...]

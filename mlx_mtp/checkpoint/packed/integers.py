@@ -90,7 +90,7 @@ def _two(found: Found, suffix: str) -> tuple[int, int]:
 def _groups(found: Found, columns: int, groups: int) -> int:
     """Return `groups`, the number of groups in a row of `columns` numbers.
 
-    ValueError unless a group has a multiple of 32 numbers, and as many as config.json states, if it states a size.
+    ValueError unless the size of a group is a multiple of 32, and equal to that in config.json, if it states one.
     """
     size = found.settings.values.get("group_size", found.settings.values.get("q_group_size"))
     stated = columns if size == ALL else size

@@ -30,7 +30,8 @@ VALUE_END = regex.compile(rf"(?=\s*(?:,\s*{NAME}\s*=|\)\s*(?:,\s*[\w.-]+\s*\(|\]
 class PythonicCalls:
     """A format with the marks `start` and `end` before and after a list of calls.
 
-    escaped: try to read all arguments as Python literals; if not, or in vain, strings are any text between quotes.
+    escaped: try to read all arguments as Python literals; if not, or if they are none, strings are any text between
+    quotes.
     """
 
     start: str
