@@ -39,7 +39,8 @@ class Sequence:
     segments: the part of the prompt that is not prefilled. total: prompt tokens, without a given cache's. remaining:
     maximum number of further tokens, negative for no limit. k, max_lookup: maximum drafts per cycle, of the drafter
     and of prompt lookup. history: all its tokens, empty before the first new one. base, next_base: position of its
-    first row in the newest run, and in the next one. slot: of the pool. finished: no more of its tokens are returned.
+    first row in the newest run, and in the next one. slot: index in the pool. finished: no more of its tokens are
+    returned.
     max_positions: maximum length of its cache; without a limit of tokens, what a given cache contains, the prompt and
     one more.
     started: whether its prefill has begun. encoding: the iterator of `picture_rows.encoding` that has begun, or None.

@@ -46,7 +46,7 @@ def _bare(message: dict) -> dict:
 
 
 def parts_with_pictures(messages: list[dict]) -> list[Any]:
-    """Return a list of the values under "picture" in the parts of the messages' contents, in order."""
+    """Return a list of the values under "picture" in the parts of the messages, the first message's first."""
     contents = [content for message in messages if isinstance(content := message.get("content"), list)]
     return [part["picture"] for content in contents for part in content if "picture" in part]
 

@@ -26,7 +26,7 @@ Progress = Callable[[int, int], None]  # receives the bytes written, and all byt
 
 
 def shards(tensors: Tensors, limit: int = SHARD_BYTES) -> dict[str, Tensors]:
-    """Return tensors by file, in order, with mlx-lm's file names; a file has at most `limit` bytes, or one tensor.
+    """Return tensors, in the given order, by mlx-lm's file names; a file has at most `limit` bytes, or one tensor.
 
     A single file is named "model.safetensors"; without tensors there are no files.
     """

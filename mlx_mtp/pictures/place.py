@@ -9,7 +9,7 @@ from .rows import Picture
 
 
 def place(tokens: Sequence[int], pictures: Sequence[Picture], mark: int) -> list[int]:
-    """Return a prompt's tokens, with each token `mark` replaced by the tokens of the next picture, in their order.
+    """Return a prompt's tokens, with each token `mark` replaced by the tokens of the next picture.
 
     Raises ValueError unless there are as many marks as pictures.
     """

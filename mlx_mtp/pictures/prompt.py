@@ -64,7 +64,7 @@ def _opened(vision: Vision, sources: list[Any], box: tuple[int, int] | None) -> 
 
 
 def with_pictures(vision: Vision, tokens: Sequence[int], pictures: Sequence[Picture], start: int = 0) -> list[int]:
-    """Return a prompt's tokens in which each `vision.mark` is replaced by the tokens of one picture, in their order.
+    """Return a prompt's tokens in which each `vision.mark` is replaced by the tokens of the next picture.
 
     If there is no mark, all pictures are inserted after the first `start` tokens, each with the tokens around it that
     a chat template writes (`vision.written`). Raises ValueError if there are marks, but not one for each picture.

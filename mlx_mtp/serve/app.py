@@ -263,7 +263,7 @@ class ActiveRequest:
         return len(self._ends) == len(self.jobs)
 
     async def whole(self) -> list[Answer] | Failed:
-        """Return the answers of all choices, in their order, once all have ended; or the first failure."""
+        """Return a list of the answers, at each choice's index, once all have ended; or the first failure."""
         while not self.finished:
             if isinstance(found := await self.next(SILENCE), Failed):
                 return found

@@ -176,7 +176,7 @@ def _compare(made: dict[str, Any], config: dict[str, Any], place: Path) -> None:
 def _build(config: dict[str, Any], made: dict[str, Made], place: Path) -> Any:
     """Return the family port's model, without weights, with the number of heads that `made` has.
 
-    place: for messages. ValueError if there is no port, or the model cannot be built from `config`.
+    place: the path that messages name. ValueError if there is no port, or the model cannot be built from `config`.
     """
     port: ModuleType | None = find_port(config)
     if port is None:
