@@ -131,7 +131,7 @@ def _is_target(name: str, config: dict[str, Any], file: str) -> bool:
         return True
     if isinstance(targets, str) or name in targets:
         return _matches(name, targets, file)
-    return _matches(name, targets, file) and _is_layer(name, config)
+    return _matches(name, targets, file) and _is_layer(name, config, file)
 
 
 def _matches(name: str, given: Any, file: str) -> bool:
@@ -141,19 +141,31 @@ def _matches(name: str, given: Any, file: str) -> bool:
     """
     if not isinstance(given, str):
         return any(f".{name}".endswith(f".{ending}") for ending in given)
+    return _match(given, given, name, file) is not None
+
+
+def _match(given: Any, regex: str, name: str, file: str) -> re.Match[str] | None:
+    """Return the match of the regex with the whole name, None if there is none.
+
+    ValueError, which names `given` and the file, for an invalid regex.
+    """
     try:
-        return re.fullmatch(given, name) is not None
+        return re.fullmatch(regex, name)
     except re.error as e:
         raise ValueError(f"{file}: {given!r} is no regular expression: {e}") from None
 
 
-def _is_layer(name: str, config: dict[str, Any]) -> bool:
-    """Return whether a module is in a layer of `layers_to_transform`; True if that is missing, null or empty."""
+def _is_layer(name: str, config: dict[str, Any], file: str) -> bool:
+    """Return whether a module is in a layer of `layers_to_transform`; True if that is missing, null or empty.
+
+    ValueError for an invalid regex in `layers_pattern`.
+    """
     layers, patterns = config.get("layers_to_transform"), config.get("layers_pattern") or [r"[^.]*"]
     if layers is None or layers == []:
         return True
     patterns = [patterns] if isinstance(patterns, str) else patterns
-    match = next((m for pattern in patterns if (m := re.match(rf".*\.{pattern}\.(\d+)\.", name))), None)
+    found = (_match(pattern, rf".*\.{pattern}\.(\d+)\..*", name, file) for pattern in patterns)
+    match = next(filter(None, found), None)
     return match is not None and int(match[1]) in ([layers] if isinstance(layers, int) else layers)
 
 
@@ -189,17 +201,23 @@ LINEAR, SWITCH = (nn.Linear, nn.QuantizedLinear), (SwitchLinear, QuantizedSwitch
 
 def _rank_and_scale(name: str, config: dict[str, Any], file: str) -> tuple[int, float]:
     """Return a module's rank, and the factor of the product with its two matrices; ValueError for invalid numbers."""
-    rank = _of_pattern(name, config.get("rank_pattern"), config.get("r", 8))
-    alpha = _of_pattern(name, config.get("alpha_pattern"), config.get("lora_alpha", 8))
+    rank = _of_pattern(name, "rank_pattern", config, config.get("r", 8), file)
+    alpha = _of_pattern(name, "alpha_pattern", config, config.get("lora_alpha", 8), file)
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
         expected = "expected an integer from 1 on, and a finite number"
         raise ValueError(f"{file}: r is {rank!r} and lora_alpha {alpha!r} for {name}, {expected}")
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _of_pattern(name: str, patterns: Any, default: Any) -> Any:
-    """Return the value of the first pattern that matches the end of a name, else the default."""
-    found = (value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", name))
+def _of_pattern(name: str, key: str, config: dict[str, Any], default: Any, file: str) -> Any:
+    """Return the value of the first regex in the dict config[key] that matches a name, or its end after a dot.
+
+    The default if none does, or if that dict is missing or null. ValueError for an invalid regex, and for no dict.
+    """
+    patterns = config.get(key) or {}
+    if not isinstance(patterns, dict):
+        raise ValueError(f"{file}: {key} is {patterns!r}, expected an object of regular expressions and numbers")
+    found = (value for regex, value in patterns.items() if _match(regex, rf"(.*\.)?({regex})", name, file))
     return next(found, default)
 
 

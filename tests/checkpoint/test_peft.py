@@ -240,6 +240,12 @@ REFUSED = {
     "a bias": ({}, {"model.layers.0.mlp.down_proj.bias": (32,)}),
     "a bias of lora_B": ({}, {"model.layers.0.mlp.down_proj.lora_B.bias": (32,)}),
     "no regular expression": ({"target_modules": "(q_proj"}, {}),
+    "'(q' is no regular expression": ({"rank_pattern": {"(q": 2}}, {}),
+    "'(h' is no regular expression": (
+        {"layers_to_transform": [0], "layers_pattern": "(h"},
+        {},
+    ),
+    "alpha_pattern is [3], expected an object": ({"alpha_pattern": [3]}, {}),
     "lora_alpha": ({"lora_alpha": None}, {}),
     "r is": ({"r": 0}, {}),
     "no module model.layers.7.mlp.down_proj": (
