@@ -148,7 +148,10 @@ def _matches(name: str, given: Any, file: str) -> bool:
 
 
 def _is_layer(name: str, config: dict[str, Any]) -> bool:
-    """Return whether a module is in a layer of `layers_to_transform`; True if that is missing, null or empty."""
+    """Return whether a module is in a layer of `layers_to_transform`; True if that is missing, null or empty.
+
+    Raises re.error for an invalid regex in `layers_pattern`.
+    """
     layers, patterns = config.get("layers_to_transform"), config.get("layers_pattern") or [r"[^.]*"]
     if layers is None or layers == []:
         return True
@@ -160,8 +163,9 @@ def _is_layer(name: str, config: dict[str, Any]) -> bool:
 def _find(model: Any, modules: dict[str, Any], name: str, weights: str) -> str:
     """Return the path in the model of the module with this name in the released model.
 
-    ValueError if there is none, it is no linear layer, or its tensor becomes several. The path of a module of an MTP
-    head is returned without these checks.
+    modules: those of the model, by path. weights: the adapter's file, for messages. ValueError if there is no such
+    module, it is no linear layer, or its tensor becomes several. The path of a module of an MTP head is returned
+    without these checks.
     """
     names = [name, EXPERT.sub(".switch_mlp.", name)]
     if hasattr(model, "renamed"):
@@ -188,7 +192,10 @@ LINEAR, SWITCH = (nn.Linear, nn.QuantizedLinear), (SwitchLinear, QuantizedSwitch
 
 
 def _rank_and_scale(name: str, config: dict[str, Any], file: str) -> tuple[int, float]:
-    """Return a module's rank, and the factor of the product with its two matrices; ValueError for invalid numbers."""
+    """Return a module's rank, and the factor of the product with its two matrices; ValueError for invalid numbers.
+
+    file: the name of the config's file, for messages. Raises re.error as `_of_pattern` does.
+    """
     rank = _of_pattern(name, config.get("rank_pattern"), config.get("r", 8))
     alpha = _of_pattern(name, config.get("alpha_pattern"), config.get("lora_alpha", 8))
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
@@ -198,7 +205,10 @@ def _rank_and_scale(name: str, config: dict[str, Any], file: str) -> tuple[int, 
 
 
 def _of_pattern(name: str, patterns: Any, default: Any) -> Any:
-    """Return the value of the first pattern that matches the end of a name, else the default."""
+    """Return the value of the first regex that matches a whole name, or all of it after a dot; else the default.
+
+    patterns: a dict of values by regex, or None. Raises re.error for an invalid regex.
+    """
     found = (value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", name))
     return next(found, default)
 
