@@ -13,7 +13,10 @@ MOST_MISSED = 8  # maximum rows that paused heads in a pool may miss: their ring
 
 
 def misses_too_many(pool: Pool, more: int) -> bool:
-    """Return whether a drafter misses at least MOST_MISSED rows of a sequence, or too many to read with `more`."""
+    """Return whether a drafter misses at least MOST_MISSED rows of a sequence, or over CALL_ROWS with `more`.
+
+    more: number of rows to be read in addition.
+    """
     return len(pool.missed) >= MOST_MISSED or len(pool.missed) + more > CALL_ROWS
 
 
@@ -28,10 +31,10 @@ def with_missed(pool: Pool, run: Run) -> Run:
 
 
 def merged(run: Run | None, firsts: list[Run], index: mx.array) -> Run:
-    """Return the run of old and new sequences in the order of `index`, int32 [n].
+    """Return the run of old and new sequences in the order of `index`, int32 [m].
 
-    run: of the old sequences, None without any. firsts: the new sequences' runs of one row, which are padded to the
-    size of `run`. An index below the number n of sequences in `run`, free slots included, is one of these; n + i is
+    run: of the old sequences, None without any. firsts: the new sequences' runs of one row, which are padded to
+    `run.size` rows. With n sequences in `run`, free slots included, indices below n select these, and n + i selects
     item i of `firsts`.
     """
     size = run.size if run else 1

@@ -48,19 +48,22 @@ def _most_threads(launch: RecordedLaunch) -> int | None:
 
 
 def every_kernel(found: Found) -> list[Found]:
-    """Return the lines of a report for all kernels: of the part "kernels", then on the model's own shapes."""
+    """Return the lines of a report for all kernels: of its part "kernels", then of "facts" (the model's shapes)."""
     return [*found["kernels"].get("found", ()), *found.get("facts", {}).get("found", ())]
 
 
 def by_kernel(found: Found) -> list[Found]:
-    """Return a summary per kernel of a report, over every op, shape and row count that launches it."""
+    """Return a list with a summary of each kernel of KERNELS, over every op, shape and row count that launches it.
+
+    found: the report. If none of its lines launches a kernel, the results in that kernel's summary are None.
+    """
     lines = every_kernel(found)
     own = {name: [k for k in lines if name in k.get("kernels", [k["op"]])] for name in KERNELS}
     return [_of_kernel(name, of, found) for name, of in own.items()]
 
 
 def _of_kernel(name: str, lines: list[Found], found: Found) -> Found:
-    """Summarise the lines of one kernel; None for values that were not checked."""
+    """Return a dict that summarises the lines of one kernel of the report `found`; None for values not checked."""
     failed = [k for k in lines if "failed" in k or (k["wrong"] or "").startswith(FAILS)]
     wrong = [k for k in lines if k.get("wrong") and k not in failed]
     ratios = [k["ratio"] for k in lines if k.get("ratio") is not None]

@@ -53,7 +53,7 @@ def execute(chat: Chat, name: str, argument: str) -> str:
 
 
 def completions() -> dict[str, Iterable[str] | None]:
-    """Return the words that can follow each command, None where a path does."""
+    """Return the words that can follow each command, by command; None for a command that a path follows."""
     words: dict[str, Iterable[str] | None] = dict.fromkeys((*COMMANDS, "/exit"), ())
     return {**words, "/set": NAMES, "/mtp": ("on", "off"), **dict.fromkeys(("/file", "/image", "/save", "/load"))}
 
@@ -144,7 +144,11 @@ def _copy(chat: Chat, _: str) -> str:
 
 
 def _file(chat: Chat, name: str) -> str:
-    """Add a text file to the next message."""
+    """Add a text file to the next message; return a confirmation with its number of lines.
+
+    ValueError without a name, on several ranks, and for a file that is not regular, is larger than LARGEST_FILE or is
+    not text in UTF-8. OSError if the file cannot be read.
+    """
     if not name:
         raise ValueError("/file: name a text file, as in /file notes.txt")
     if chat.ranks:
@@ -163,7 +167,10 @@ def _file(chat: Chat, name: str) -> str:
 
 
 def _image(chat: Chat, names: str) -> str:
-    """Add pictures to the next message; return each one's number of tokens, and the number of all its pictures."""
+    """Add pictures to the next message; return each one's number of tokens, and the number of all its pictures.
+
+    ValueError without a name, and as `opened` raises it.
+    """
     if not names:
         raise ValueError("/image: name a picture, as in /image photo.jpg, or drop one on the terminal")
     files = named_files(names, "/image")
@@ -174,7 +181,10 @@ def _image(chat: Chat, names: str) -> str:
 
 
 def _mtp(chat: Chat, argument: str) -> str:
-    """Return the state of drafting, after switching it if the argument is "on" or "off"."""
+    """Return the state of drafting, after switching it if the argument is "on" or "off".
+
+    ValueError for another argument that is not empty, and for "on" if no heads are loaded.
+    """
     if argument not in ("on", "off", ""):
         raise ValueError(f"/mtp {printable(argument)[:30]}: expected on or off")
     if argument == "on" and not chat.drafts:

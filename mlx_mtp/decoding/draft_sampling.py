@@ -32,7 +32,7 @@ class DraftOutput(Protocol):
     """A drafter's output for each sequence's next token, from which a `DraftChooser` chooses."""
 
     def of(self, sequence: int) -> "DraftOutput":
-        """Return the output of one of the sequences."""
+        """Return the output of one sequence. sequence: its index, from 0."""
         ...
 
     def likeliest(self) -> mx.array:
@@ -183,8 +183,8 @@ class DraftChooser:
 class Choosers:
     """Chooses the drafts of all sequences of a step: greedy ones without confidence in one operation.
 
-    allowed: masks of the tokens that may be drafted, int32 [k, n, words] by depth; None if any may. confidence:
-    choices contain each draft's probability too.
+    members: one per slot, None for a free slot. allowed: masks of the tokens that may be drafted, int32 [k, n, words]
+    by depth; None if any may. confidence: choices contain each draft's probability too.
     """
 
     def __init__(self, members: Members, allowed: mx.array | None = None, *, confidence: bool = False):
@@ -200,7 +200,7 @@ class Choosers:
     def __call__(self, output: DraftOutput, position: mx.array, depth: int) -> Choice:
         """Return the `Choice` of all sequences. position: of each one's draft, int32 [n].
 
-        depth: index of the draft, from 0. Its confidence is None unless requested; a free slot has 0.
+        depth: index of the draft, from 0. The choice's confidence is None unless requested; that of a free slot is 0.
         """
         if self.allowed is not None:
             scores = masked(output.logits(), self.allowed[depth])

@@ -9,7 +9,10 @@ from .kernel_site import Site, rows_of
 
 
 class Sum(Site):
-    """A residual sum and the norm that follows, which may belong to the next layer."""
+    """Site of a residual sum whose kernel also computes the following norm, which may belong to the next layer.
+
+    norm: the module of that norm.
+    """
 
     op = "add_norm"
     stock_exact = True

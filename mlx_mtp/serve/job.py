@@ -270,7 +270,7 @@ def _prefill_to(served: Served, cache: PromptCache, tokens: list[int]) -> None:
 
 
 def prefill_next(served: Served, prompt: list[int], cache: PromptCache | None = None) -> Iterator[int]:
-    """Prefill the complete chunks of a conversation's next prompt, one per step, store each, and yield its end.
+    """Prefill the complete chunks of a conversation's next prompt and store each; yield as `prefill` does.
 
     cache: the cache after decoding; if the tree may hold decoded rows, those that the prompt shares are stored at the
     call, before the first step, and not computed again. Without a tree that stores there is no step.
@@ -294,8 +294,8 @@ def keep(served: Served, prompt: list[int], cache: PromptCache | None) -> Prompt
 def prefill_tail(served: Served, prompt: list[int]) -> Iterator[int]:
     """Prefill and store all but the last token of a prompt, in case it is repeated.
 
-    Yields its end position, once. Does nothing and yields nothing if more than a chunk of it or no token is missing,
-    or unless the tree may hold decoded rows: other trees store complete chunks only.
+    Yields the end position of these tokens, once. Does nothing and yields nothing if the tree has them all or lacks
+    more than a chunk of them, or unless the tree may hold decoded rows: other trees store complete chunks only.
     """
     end = len(prompt) - 1
     if served.tree.decoded and 0 < end - served.tree.covered(prompt) <= served.tree.chunking.step:
@@ -307,7 +307,10 @@ def prefill_tail(served: Served, prompt: list[int]) -> Iterator[int]:
 
 
 def compare_rows(served: Served) -> Iterator[bool]:
-    """Set `decoded` of each tree and yield it, with one forward pass per step; it is False until that has ended."""
+    """Set `decoded` of each tree and yield it, with one forward pass per step.
+
+    The value is False until the tree's comparison has ended.
+    """
     for tree in served.tree.trees:
         steps = comparisons(served.model, tree.blank, max(tree.chunking.step, 2 * LAST))
         for found in in_turns(steps, tree.adapted):

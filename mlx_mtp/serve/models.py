@@ -115,7 +115,10 @@ class Models:
         return [*self.slots, *(alias for alias in self.aliases if alias != "*")]
 
     def offer_of(self, name: str) -> Offer:
-        """Return the `Offer` of a model under one of `names`; if it is loaded, with the context of the load."""
+        """Return the `Offer` of a model under one of `names`; if it is loaded, with the context of the load.
+
+        Raises Refused as `named` does.
+        """
         slot = self.named({"model": name})
         context = slot.ready.info.positions if slot.ready else slot.offer.context
         return replace(slot.offer, name=name, context=context)
@@ -177,7 +180,11 @@ class Models:
             engine.submit(jobs)
 
     def stop(self, grace: float) -> None:
-        """Let the thread end, as `Engine.stop` does; requests that then still wait for a model fail (503)."""
+        """End the thread once no job is active, or after `grace` seconds; return without waiting for its end.
+
+        From now on `take` and `submit` raise QueueFull. At the end, remaining jobs and requests that still wait for a
+        model fail (503).
+        """
         with self.lock:
             self._stopping = time.monotonic() + grace
         self.signal.set()

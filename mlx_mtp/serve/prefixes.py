@@ -67,7 +67,8 @@ class Chunking(NamedTuple):
 class PrefixTree:
     """The prefix cache; the least recently used leaves are evicted first.
 
-    blank: an empty prompt cache with the layout of all. limit: maximum bytes; 0 disables the tree.
+    blank: an empty prompt cache with the layout of all. chunking: the rule that cuts prompts into chunks.
+    limit: maximum bytes; 0 disables the tree. max_buffers: maximum number of Metal buffers.
     trees: this tree and those of the model's other adapters, which share the limits. other: one of those.
     adapted: selects the adapter that was selected when the tree was created.
     decoded: whether rows computed by decoding may be stored; None (as False) until `comparisons` has ended.
@@ -242,7 +243,11 @@ class PrefixTree:
         return known
 
     def use(self, chunk: Chunk) -> None:
-        """Mark a chunk and its ancestors as used now; evict the least recently used leaves above the limits."""
+        """Mark a chunk and its ancestors as used now; evict leaves of all trees while these exceed the limits.
+
+        The least recently used leaf is evicted first. The limits are `limit` bytes and `max_buffers` Metal buffers,
+        of all trees together.
+        """
         self._touch(chunk)
         while self.nbytes > self.limit or self.buffers > self.max_buffers:
             leaves = [(leaf.used, i, leaf) for i, tree in enumerate(self.trees) for leaf in tree.leaves()]

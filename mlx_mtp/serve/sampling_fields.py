@@ -49,7 +49,7 @@ def decode_requests(
 
 
 def most_tokens(body: dict[str, Any], *names: str) -> int | None:
-    """Return the maximum number of tokens from the first of these fields that is present, or None; -1: no limit.
+    """Return the first of these fields that is present: a maximum number of tokens, or -1 for no limit; else None.
 
     Raises Refused if any of them is invalid.
     """
@@ -61,7 +61,7 @@ def most_tokens(body: dict[str, Any], *names: str) -> int | None:
 
 
 def _with_aliases(body: dict[str, Any]) -> dict[str, Any]:
-    """Return a body that has the values of ALIASES under our names, too; Refused if two names contradict."""
+    """Return a body that has the values of ALIASES under our names, too; raises Refused if two names contradict."""
     for alias, name in ALIASES.items():
         if (value := body.get(alias)) is not None:
             if body.get(name) not in (None, value):
@@ -71,10 +71,10 @@ def _with_aliases(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sampling(body: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
-    """Return sampling options of `stream_generate`, each the request's or else the default. Raises Refused.
+    """Return sampling options of `stream_generate`, each the request's or else the default.
 
     Options with neither are absent, except a random seed (also for -1), top_k 0 (off) and min_tokens_to_keep 1. An
-    xtc_threshold above MAX_XTC switches XTC off.
+    xtc_threshold above MAX_XTC switches XTC off. Raises Refused for an invalid field.
     """
     given = {
         "temp": number(body, "temperature", 0, 100),
@@ -99,7 +99,8 @@ def _sampling(body: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
 def _penalties(body: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
     """Return arguments of mlx-lm's `make_logits_processors` that have an effect, the request's or the default.
 
-    Context sizes are only the request's: 0 removes its penalty, -1 becomes LARGE. Raises Refused.
+    Context sizes are only the request's: 0 removes its penalty, -1 becomes LARGE.
+    Raises Refused for an invalid field.
     """
     found = {
         "repetition_penalty": number(body, "repetition_penalty", 0, 100),
@@ -160,7 +161,10 @@ def _token_ids(body: dict[str, Any], name: str, most: int) -> tuple[int, ...]:
 
 
 def _words(body: dict[str, Any], name: str) -> tuple[str, ...]:
-    """Return the strings of a list field, () if it is missing; raises Refused if one is empty."""
+    """Return the strings of a list field, () if it is missing.
+
+    Raises Refused unless it is a list of at most MOST_STOPS strings, none empty.
+    """
     allowed = f"a list of up to {MOST_STOPS} texts, none empty"
     given = field_of(body, name, allowed, lambda v: _is_list(v, lambda each: isinstance(each, str) and bool(each)))
     if given and len(given) > MOST_STOPS:

@@ -84,14 +84,14 @@ class Workshop:
 
 
 def _as_before(old: dict[str, mx.array], usual: mx.Dtype, path: str, w: mx.array) -> mx.array:
-    """Return `w`, if it is of floating point, in the type of old[path], or in `usual` if `old` lacks the path."""
+    """Return `w` in the type of old[path], or in `usual` without that path; unchanged if not of floating point."""
     if not mx.issubdtype(w.dtype, mx.floating):
         return w
     return w.astype(old[path].dtype if path in old else usual)
 
 
 def existing(model: Any, dtype: mx.Dtype, rank: int | None = None) -> Workshop:
-    """Return a workshop with copies of the model's heads in `dtype`, which become `model.mtp`.
+    """Return a `Workshop` with copies of the model's heads in `dtype`, which become `model.mtp`.
 
     rank: leave quantized matrices quantized, and train only low-rank updates of this rank; None dequantizes the
     matrices and trains all parameters, except embeddings and the target's LM head. ValueError for heads in a format
@@ -124,7 +124,7 @@ def _add_low_rank(heads: Trained, rank: int) -> None:
 
 
 def new(model: Any, tokens: Sequence[int] | None, depths: int, bits: int | None, dtype: mx.Dtype) -> Workshop:
-    """Return a workshop with one new recycled head, initialised from the target's last layer with attention.
+    """Return a `Workshop` with one new recycled head, initialised from the target's last layer with attention.
 
     The head becomes `model.mtp`, and `model.spec` describes it. tokens: ids that it drafts; None for all. depths:
     drafts of a cycle in the training. bits: of the finished head's matrices; None does not quantize it. dtype: of the

@@ -70,8 +70,9 @@ def _seconds(levels: dict[Plan, float], pace: float) -> list[list[Any]]:
 
 
 def from_json(kept: Any) -> Costs:
-    """Return costs of the values that `to_json` wrote; ValueError for anything else, or a disturbed cycle's cost.
+    """Return costs of the values that `to_json` wrote.
 
+    ValueError for anything else, and for a cost above MAX_ROW_STEPS plain steps per row, as of a disturbed cycle.
     The octave in use is the lowest; all weights are small, and the pace is None until a cycle is measured.
     """
     costs = Costs()

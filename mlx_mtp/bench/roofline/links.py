@@ -54,14 +54,15 @@ def collectives(model: ModelOps) -> int:
 
 
 def sent(model: ModelOps, rows: int, ranks: int) -> int:
-    """Return the bytes that each rank sends in a cycle that verifies `rows` rows."""
+    """Return the bytes that each rank sends in a cycle that verifies `rows` rows on `ranks` ranks."""
     return (ranks - 1) * ((collectives(model) - 1) * rows * model.head.k * VALUE + AGREEMENT)
 
 
 def over_links(model: ModelOps, ranks: int, rows: Iterable[int]) -> list[dict[str, Any]]:
-    """Return a line per number of rows M, 1 included, and per link of LINKS, with the seconds of a cycle's messages.
+    """Return a list with a line per number of rows M (always also 1) and per link of LINKS.
 
-    A line has phase, rows M, drafts k, ranks, collectives, bytes that a rank sends, link and seconds.
+    A line is a dict with phase, rows M, drafts (M - 1), ranks, collectives, bytes that a rank sends, the link's name,
+    and the seconds of a cycle's messages. ranks: number of ranks. rows: the numbers M.
     """
     found = []
     for m in sorted({1, *rows}):

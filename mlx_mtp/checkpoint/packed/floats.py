@@ -21,7 +21,11 @@ def is_fp4(found: Found) -> bool:
 
 
 def fp4(found: Found, codes: str) -> Packed:
-    """Return the `Packed` of 4-bit floats, two in a byte: NVFP4 in groups of 16, or MXFP4 in groups of 32."""
+    """Return the `Packed` of 4-bit floats, two in a byte: MXFP4 if groups of 32 have power-of-two scales, else NVFP4.
+
+    NVFP4 has groups of 16. codes: suffix of the tensor with the floats, "weight" or "weight_packed". ValueError if a
+    tensor of the format is missing, or has another type or shape.
+    """
     parts = found.parts
     found.need(codes, "weight_scale")
     *lead, rows, half = found.matrix(codes)

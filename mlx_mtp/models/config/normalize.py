@@ -120,9 +120,11 @@ def _without(parameters: Config, overrides: Config) -> Config:
 
 
 def _normal(config: Config, read: set[str], args: Any) -> tuple[Config, Config]:
-    """Return (the config with the names of `read`, the rotary values, by name, that no field of `args` can hold).
+    """Return (the config with its values also under names in `read`, the rotary values that no field can hold).
 
-    args: the family's dataclass. Other keys of the config are kept.
+    Both are dicts by name. read: names of the family's fields. args: the family's dataclass; nulls that its fields do
+    not accept are replaced or removed, as by `_without_nulls`. Other keys of the config are kept. ValueError as of
+    `rotary.write`.
     """
     rope, unplaced = rotary.write(config, read)
     config = _without_nulls(_spelled({**config, **rope}, read), args)
@@ -139,8 +141,8 @@ def _normal(config: Config, read: set[str], args: Any) -> tuple[Config, Config]:
 def _spelled(config: Config, read: set[str]) -> Config:
     """Return the config with each value also under the family's name for it, if only another spelling is set.
 
-    Values with several spellings of which the first is in COMMON are also under that one; the type of the weights is
-    also under torch_dtype.
+    read: names of the family's fields. Values with several spellings of which the first is in COMMON are also under
+    that one; the type of the weights is also under torch_dtype.
     """
     found = dict(config)
     for group in SPELLINGS:
@@ -162,8 +164,9 @@ def _with_dtype(config: Config) -> Config:
 def _without_nulls(config: Config, args: Any) -> Config:
     """Return a copy of the config without nulls in fields of `args` that do not accept None.
 
-    Keys of NEUTRAL and NULLABLE stay. Sizes of heads, the number of KV heads and the window are derived, also if they
-    are absent and required; other fields get their default, and required ones that cannot be derived stay null.
+    args: the family's dataclass. Keys of NEUTRAL and NULLABLE stay. Sizes of heads, the number of KV heads and the
+    window are derived, also if they are absent and required; other fields get their default, and required ones that
+    cannot be derived stay null.
     """
     hints, found = get_type_hints(args), dict(config)
     derived = {"num_key_value_heads": config.get("num_attention_heads")}

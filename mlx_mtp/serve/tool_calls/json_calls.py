@@ -19,11 +19,11 @@ ARGUMENT_KEYS = ("arguments", "parameters", "input")
 
 @dataclass(frozen=True)
 class JsonCalls:
-    """A format of JSON calls with these marks. In each of them a JSON object with a name and arguments is a call.
+    """A format of JSON calls with these marks: a JSON object with a name and arguments is a call.
 
     start, end: marks before and after a block of calls; end is "" if the format has no mark for the end.
     call: mark that starts one call, also where a model omits the block's mark.
-    head: pattern between that mark and the arguments, with {name}; "" if the JSON contains the name.
+    head: pattern between `call` and the arguments, with {name}; "" if the JSON contains the name.
     shared: other text starts with the same mark, so that only a mark with an offered name starts a call.
     foot: pattern after the arguments. names_are_keys: an object with an offered name as its only key is a call too.
     """

@@ -28,12 +28,12 @@ class Tools:
         return list(self._parameters)
 
     def parameters(self, name: str) -> Schema:
-        """Return the schema of a function's arguments object; {} if it has none."""
+        """Return the schema of a function's arguments object; {} if it has none or was not offered."""
         parameters = self._parameters.get(name)
         return parameters if isinstance(parameters, dict) else {}
 
     def properties(self, name: str) -> Schema:
-        """Return the schemas of a function's declared parameters, by parameter name; {} if it declares none."""
+        """Return the schemas of a function's parameters by name; {} if it declares none or was not offered."""
         properties = self.parameters(name).get("properties")
         return properties if isinstance(properties, dict) else {}
 
@@ -115,7 +115,7 @@ def types_of(schema: Any, root: Schema, depth: int = 8) -> set[str]:
 def alternatives(schema: Any, root: Schema, depth: int = 8) -> Iterator[Schema]:
     """Yield a schema, with its `$ref` resolved in `root`, and likewise those in its `anyOf`, `oneOf` and `allOf`.
 
-    depth: maximum levels of nested schemas; deeper ones are left out, and so is what is no object.
+    depth: maximum levels of nested schemas; deeper ones, and values that are not objects, are left out.
     """
     schema = target_of(schema, root)
     if isinstance(schema, dict) and depth:
@@ -133,9 +133,9 @@ def target_of(schema: Any, root: Schema, depth: int = 8) -> Any:
 
 
 def _resolved(reference: str, root: Schema) -> Any:
-    """Return the part of the root schema to which a `$ref` such as "#" or "#/$defs/name" points; None if none.
+    """Return the part of the root schema to which a `$ref` such as "#" or "#/$defs/name" points.
 
-    The part may stand in a list; a reference to another document is None.
+    The part may stand in a list. None if there is no such part, or if the reference is to another document.
     """
     document, *keys = reference.split("/")
     found: Any = root if document == "#" else None

@@ -76,7 +76,7 @@ class TaggedCalls:
             yield match, match["key"], match.groupdict().get("type")
 
     def as_json(self, tools: Tools, name: str, key: str, text: str) -> str:
-        """Return the JSON of argument `key` of the offered function `name`."""
+        """Return the JSON of `text`, the value of argument `key` of the offered function `name`."""
         if not self.nested:
             return tools.as_json(name, key, text)
         return NestedValues(self.nested, tools.parameters(name)).as_json(text, tools.properties(name).get(key))
@@ -248,9 +248,10 @@ class TagSearch:
         return calls[::-1]
 
     def _value(self, name: str, argument: Argument) -> str:
-        """Return an argument as JSON, by the schema's types unless the model wrote a type with it.
+        """Return an argument of function `name` as JSON, by the schema's types unless the model wrote a type.
 
-        The model's type "string" or "true" makes the text a JSON string; with any other the text alone decides.
+        A written type "string" (or string="true") makes the text a JSON string; with any other type the text alone
+        decides.
         """
         text = self.tags.value(self.text[argument.start : argument.end])
         if argument.type is None:
