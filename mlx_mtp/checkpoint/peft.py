@@ -200,7 +200,10 @@ LINEAR, SWITCH = (nn.Linear, nn.QuantizedLinear), (SwitchLinear, QuantizedSwitch
 
 
 def _rank_and_scale(name: str, config: dict[str, Any], file: str) -> tuple[int, float]:
-    """Return a module's rank, and the factor of the product with its two matrices; ValueError for invalid numbers."""
+    """Return a module's rank, and the factor of the product with its two matrices.
+
+    ValueError for invalid numbers, and for invalid regexes in `rank_pattern` and `alpha_pattern`.
+    """
     rank = _of_pattern(name, "rank_pattern", config, config.get("r", 8), file)
     alpha = _of_pattern(name, "alpha_pattern", config, config.get("lora_alpha", 8), file)
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
