@@ -18,6 +18,7 @@ import pytest
 from compile_mode import ENABLED, set_mode
 from oracle import Oracle
 from plans import Script
+from subjects import assert_same_rows
 from sweep import sampled, sweep
 
 import mlx_mtp
@@ -204,19 +205,10 @@ def test_stop_anywhere_then_continue(tiny_models, tmp_path, name, k):
         assert first == truth[:n]
         assert cache.tokens == PROMPT + first[:-1]
         run(model, n, k, replay=False, prompt_cache=built)
-        assert all(_same_rows(a, b) for a, b in zip(cache.layers, built.layers, strict=True))
+        assert_same_rows(model, cache, built, rtol=1e-5, atol=1e-5)
         mlx_mtp.save_prompt_cache(tmp_path / "cache.safetensors", cache)
         for kept in (cache, mlx_mtp.load_prompt_cache(tmp_path / "cache.safetensors", model)):
             assert run(model, 15 - n, 3 - k, prompt=first[-1:], prompt_cache=kept)[0] == truth[n:]
-
-
-def _same_rows(a, b) -> bool:
-    if a.is_state:
-        return a.offset == b.offset
-    last = range(max(0, a.offset - 8), a.offset)
-    slots = mx.array([p % a.ring.slots if hasattr(a, "ring") else p for p in last], mx.int32)
-    pairs = zip(a.parts, b.parts, strict=True)
-    return all(mx.allclose(mx.take(p, slots, axis=2), mx.take(q, slots, axis=2), atol=1e-5) for p, q in pairs)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", SLOW[2]])

@@ -154,6 +154,15 @@ def known_costs(machine: Machine, longest: int, wrong: str) -> Costs:
     return from_json({"octaves": {"0": arms}, "catch_up": machine.row})
 
 
+def measured(plans: dict[Plan, float], times: int = 30) -> Costs:
+    """Return costs after `times` rounds in which a cycle of each plan took these seconds."""
+    costs = Costs()
+    for _ in range(times):
+        for plan, seconds in plans.items():
+            costs.observe(plan, seconds)
+    return costs
+
+
 @dataclass
 class Comparison:
     """Tokens per second over plain decoding and over the best fixed k, of all seeds together and of the worst."""

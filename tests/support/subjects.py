@@ -87,7 +87,7 @@ def text_of(model, prompt, k, **options) -> list[int]:
     return [token for token, _, _ in steps(model, prompt, k, **options)]
 
 
-def assert_same_rows(model, ours: PromptCache, theirs: PromptCache) -> None:
+def assert_same_rows(model, ours: PromptCache, theirs: PromptCache, rtol=1e-3, atol=1e-4) -> None:
     """Compare the target's keys, values and recurrent states at the same position."""
     mixers = iter(m for layer in model.layers for _, m in layer.named_modules() if hasattr(m, "_replay"))
     for a, b in zip(ours.layers, theirs.layers, strict=True):
@@ -102,7 +102,7 @@ def assert_same_rows(model, ours: PromptCache, theirs: PromptCache) -> None:
                 (mx.take(p, slots, axis=2), mx.take(q, slots, axis=2)) for p, q in zip(a.parts, b.parts, strict=True)
             ]
         for x, y in pairs:
-            assert mx.allclose(x, y, rtol=1e-3, atol=1e-4), type(a).__name__
+            assert mx.allclose(x, y, rtol=rtol, atol=atol), type(a).__name__
 
 
 def rows_before(cache) -> mx.array:
