@@ -60,8 +60,9 @@ def text(model, tokenizer, prompt):
 
 
 def loaded(file, path, options=None):
+    """Return the model and tokenizer of a converted file, without the heads that this package has for SmolLM2."""
     transcode(prepare(file, options), path)
-    return mlx_mtp.load(path)
+    return mlx_mtp.load(path, mtp=False)
 
 
 def divergence(p, q):
