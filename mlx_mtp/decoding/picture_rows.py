@@ -102,7 +102,7 @@ def _of_rank_0(model: Target, cache: PromptCache, place: Place) -> mx.array:
 
 
 def encoding(model: Target, cache: PromptCache, tokens: list[int]) -> Iterator[None]:
-    """Encode the picture whose rows are the next tokens; yield after each evaluated part of the work.
+    """Encode the picture whose rows are the next tokens; yield after each part of the work, as `Vision.stages` does.
 
     At the end the features are in `cache.features`. Nothing is done or yielded if the next token is text, the
     features are stored, or `cache.pictures` lacks the picture. Raises ValueError as `Vision.stages`. Not for several
@@ -112,8 +112,10 @@ def encoding(model: Target, cache: PromptCache, tokens: list[int]) -> Iterator[N
         return
     place = places_in(cache.tokens + tokens[: up_to_edge(cache, tokens)])[-1]
     if _stored(model, cache, place) is None and (picture := _named(cache, place)):
+        rows = None
         for rows in model.vision.stages(picture):  # noqa: B007 - the last
             yield
+        assert rows is not None
         cache.features = place.words, rows.astype(model.no_hidden().dtype)
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, Protocol
@@ -16,6 +17,8 @@ from .image import LIMITS, Image, Limits
 from .rows import Picture
 
 Grid = tuple[int, int, int]
+PREPARING = ThreadPoolExecutor(1, "mlx-mtp pictures")  # one picture at once: of 16 million pixels, 1 GB
+WAIT = 0.002  # seconds for which `stages` waits for patches before it yields
 
 
 class Tower(Protocol):
@@ -115,22 +118,32 @@ class Vision:
         assert rows is not None
         return rows
 
-    def stages(self, picture: Picture) -> Iterator[mx.array]:
+    def stages(self, picture: Picture) -> Iterator[mx.array | None]:
         """Encode a picture, and yield an evaluated array after each part of the work; the last is its features.
 
-        They are stored when the iterator ends. ValueError if the picture has no image, for damaged weights, and if
-        memory is too small.
+        The image is decoded and cut into patches in another thread, for seconds if it has many pixels. Until the
+        patches are ready, None is yielded every WAIT seconds, so that the caller can do other work in between. The
+        features are stored when the iterator ends. ValueError if the picture has no image, for damaged weights, and
+        if memory is too small.
         """
         if picture.image is None:
             raise ValueError("a picture's features are no longer stored, and its image is not there; give it again")
         _, height, width = picture.grid
         check_room(f"a picture of {width} x {height} rows:", self._tower.scratch(picture.grid), ignore=False)
-        patches = self._pixels.patches(picture.image.pixels, picture.grid)
-        for rows in self._tower.stages(patches, picture.grid):
+        prepared = PREPARING.submit(self._patches, picture)
+        try:
+            while not wait([prepared], WAIT).done:
+                yield None
+        finally:
+            prepared.cancel()
+        for rows in self._tower.stages(prepared.result(), picture.grid):
             mx.eval(rows)
             yield rows
         assert rows.shape[0] == picture.rows, (rows.shape, picture.grid)
         self._store.put(Picture(picture.digest, picture.grid), rows)
+
+    def _patches(self, picture: Picture) -> Any:
+        return self._pixels.patches(picture.image.pixels, picture.grid)
 
     def keep_at_most(self, nbytes: int) -> None:
         """Set the maximum bytes of stored features; it applies from the next features stored or unpinned on."""

@@ -79,10 +79,10 @@ class Begun(NamedTuple):
 
 
 class Prefilled(NamedTuple):
-    """An event: a prefill chunk, or a part of the encoding of a picture, has ended.
+    """An event: a prefill chunk has ended.
 
-    done: number of the prompt's first tokens in the cache; the encoding of a picture does not change it. The last
-    event need not have all tokens: a rest shorter than a chunk is prefilled without an event.
+    done: number of the prompt's first tokens in the cache. The last event need not have all tokens: a rest shorter
+    than a chunk is prefilled without an event.
     """
 
     done: int
@@ -203,9 +203,10 @@ def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[N
     caches[0].name_pictures(request.pictures)
     job.send(Begun(cached))
     with contextlib.suppress(Interrupted):
+        sent = cached
         for done in prefill(served, caches[0], request.prompt, request.turns, spare=served.tree.uncut_tail):
-            if request.progress:
-                job.send(Prefilled(done))
+            if request.progress and done > sent:  # while a picture is encoded, `done` stays the same
+                job.send(Prefilled(sent := done))
             yield
         job.prefilling = False
         yield from _decode(served, job, caches, max_tokens, cached, crowded)
@@ -231,8 +232,8 @@ def prefill(
 ) -> Iterator[int]:
     """Append to `cache` the complete chunks of a prompt that it lacks; store each and yield its end position.
 
-    Before a chunk with pictures that must be encoded, yield the cache's unchanged position after each part of that
-    work; not on several ranks. The tokens after the last chunk remain for decoding, and so do up to `spare` tokens
+    Before a chunk with pictures that must be encoded, yield the cache's unchanged position each time that `encoding`
+    yields; not on several ranks. The tokens after the last chunk remain for decoding, and so do up to `spare` tokens
     even if chunks end among them.
     turns: positions before which the last chunk gets a checkpoint, as the last of all does. If the generator is
     closed early, the last chunk prefilled gets one too, so that a prompt can continue there.

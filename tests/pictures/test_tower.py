@@ -10,7 +10,7 @@ import pytest
 import seeing
 
 from mlx_mtp.checkpoint.parameters import named
-from mlx_mtp.models.vision import attention, find_tower, qwen
+from mlx_mtp.models.vision import attention, find_tower, qwen, qwen_pixels
 from mlx_mtp.models.vision.attention import attend
 
 pytest.importorskip("PIL", reason="needs Pillow: the extra vision, or test")
@@ -118,6 +118,16 @@ def test_every_stage_can_be_evaluated_and_the_last_is_the_features(monkeypatch):
     assert np.array_equal(features(module, patches, (1, 2, 3)), stages[-1])
 
 
+def test_patches_are_embedded_in_pieces(monkeypatch):
+    """Each is a stage, so that no stage copies all patches of a large picture; the features stay the same."""
+    module, patches = tower(tower_weights()), RNG.random((24, 96), np.float32)
+    expected = features(module, patches, (1, 2, 3))
+    monkeypatch.setattr(qwen, "PIECE", 10)
+    stages = [np.array(x) for x in module.stages(patches, (1, 2, 3))]
+    assert [x.shape for x in stages[:3]] == [(10, 24), (10, 24), (4, 24)]
+    assert np.abs(stages[-1] - expected).max() < 2e-6 * np.abs(expected).max()
+
+
 @pytest.mark.parametrize("size", [8, 64, 72, 80, 100, 130])
 def test_attention_in_pieces_of_padded_heads(size, monkeypatch):
     """Padded to the next head size of MLX's fused attention; a size above all of them is unchanged."""
@@ -136,9 +146,10 @@ def test_attention_in_pieces_of_padded_heads(size, monkeypatch):
     assert padded == {({8: 64, 72: 80, 100: 128}.get(size, size),) * 3}
 
 
-@pytest.mark.parametrize("most", [None, 800, 64])
-def test_pixels_are_those_of_transformers_processor(most):
-    """Bit for bit, at every size, with the processor's own limits and with a smaller one."""
+@pytest.mark.parametrize(("most", "band"), [(None, 1 << 20), (800, 1 << 20), (64, 1 << 20), (None, 1), (None, 2000)])
+def test_pixels_are_those_of_transformers_processor(most, band, monkeypatch):
+    """Bit for bit, at every size, with the processor's own limits and a smaller one, whole and in bands."""
+    monkeypatch.setattr(qwen_pixels, "BAND", band)
     pixels = qwen.Pixels(seeing.PREPROCESSOR, CONFIG)
     size = {"shortest_edge": 64, "longest_edge": most or 16384}
     processor = Qwen2VLImageProcessorPil(**{**seeing.PREPROCESSOR, "size": size})

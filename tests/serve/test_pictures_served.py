@@ -1,7 +1,9 @@
 """Pictures over HTTP: the APIs' answers are those of the engine, hostile pictures end no other answer."""
 
 import io
+import json
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from sweep import SWEEP, sampled
 import mlx_mtp
 from mlx_mtp.decoding.memory_needs import LONGEST
 from mlx_mtp.pictures import decoded
+from mlx_mtp.serve.job import DecodeRequest, End, Failed, Job
 from mlx_mtp.serve.server import Loaded, described
 
 
@@ -123,6 +126,37 @@ def test_a_lost_prefix_needs_no_tower_and_lost_features_no_prefix(eyes, encoded)
         assert len(encoded) == 3
     finally:
         served.model.vision.keep_at_most(1 << 28)
+
+
+def test_another_answer_advances_while_a_picture_is_prepared(eyes, monkeypatch):
+    """The preparation waits for three more events of the other answer, which the engine's thread sends."""
+    engine, answer = eyes.service.engine, []
+    pixels, more = engine.served.model.vision._pixels, threading.Event()
+    patches, advanced = pixels.patches, []
+
+    def held(*args):
+        advanced.append(all(more.clear() or more.wait(5) for _ in range(3)))
+        return patches(*args)
+
+    def take(event):
+        answer.append(event)
+        more.set()
+
+    monkeypatch.setattr(pixels, "patches", held)
+    stops = {token: -100.0 for token in engine.served.tokenizer.eos_token_ids}
+    prompt = engine.served.tokenizer.encode("Write.")
+    job = Job(DecodeRequest(prompt, max_tokens=3000, penalties={"logit_bias": stops}), take)
+    engine.submit([job])
+    try:
+        body = {**body_of("chat", noise(41), "What?"), "stream": True, "return_progress": True}
+        response = eyes.post(PATHS["chat"], json=body)
+    finally:
+        job.cancelled = True
+    assert advanced == [True]
+    assert not any(isinstance(event, End | Failed) for event in answer)
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    done = [event["prompt_progress"]["processed"] for event in events if "prompt_progress" in event]
+    assert done == sorted(set(done)) != []
 
 
 def test_a_picture_that_is_sent_again_is_not_decoded_again(eyes, monkeypatch):

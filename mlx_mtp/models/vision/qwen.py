@@ -5,7 +5,7 @@ Patches are ordered by blocks of 2 x 2, each of which becomes one row of the pro
 `modeling_qwen3_5.py`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +23,7 @@ PREFIXES = ("model.visual.", "visual.", "vision_tower.")
 EPS = 1e-6
 THETA = 10000.0
 STATES = 10  # arrays of a patch's state, its queries, keys and values that exist at once
+PIECE = 4096  # patches that are copied to MLX at once: the copy holds Python's lock
 STAGE = 4 * 10**12  # products and sums per stage: macOS ends a command that takes seconds
 
 
@@ -141,13 +142,14 @@ class Tower(nn.Module):
     def stages(self, patches: np.ndarray, grid: tuple[int, int, int]) -> Iterator[mx.array]:
         """Yield, unevaluated, the state after every few blocks, and last the features [h * w, H] of a picture.
 
+        Before the blocks, each embedded piece of PIECE patches is yielded if there are more patches than that.
         patches: [merge * merge * h * w, values], as `Pixels.patches` returns them. grid: (1, h, w), in rows of the
         prompt.
         """
         sizes = self._sizes
         merge, (_, height, width) = sizes.spatial_merge_size, grid
         lines, columns = _places(merge * height, merge * width, merge)
-        x = self.patch_embed(mx.array(patches).astype(self.patch_embed.bias.dtype))
+        x = yield from self._embedded(patches)
         x = x + self._positions(lines, columns).astype(x.dtype)
         turn = _angles(lines, columns, sizes.hidden_size // sizes.num_heads)
         count, size = x.shape
@@ -158,6 +160,16 @@ class Tower(nn.Module):
             if i in ends:
                 yield x
         yield self.merger(x)
+
+    def _embedded(self, patches: np.ndarray) -> Generator[mx.array, None, mx.array]:
+        """Return the embedded patches [patches, hidden]; yield each piece of PIECE patches if there are several."""
+        found = []
+        for begin in range(0, len(patches), PIECE):
+            piece = mx.array(patches[begin : begin + PIECE]).astype(self.patch_embed.bias.dtype)
+            found.append(self.patch_embed(piece))
+            if len(patches) > PIECE:
+                yield found[-1]
+        return mx.concatenate(found) if len(found) > 1 else found[0]
 
     def _positions(self, lines: np.ndarray, columns: np.ndarray) -> mx.array:
         """Return the learned positions of patches, float32 [patches, hidden], interpolated (see `interpolated`)."""

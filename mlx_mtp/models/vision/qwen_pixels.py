@@ -8,6 +8,7 @@ import numpy as np
 
 from ...pictures.library import pillow
 
+BAND = 1 << 20  # pixels that are normalized at once: of 16 million, the processor's float64 values need 0.4 GB
 RELEASED = {
     "size": {"shortest_edge": 65536, "longest_edge": 16777216},
     "image_mean": [0.5] * 3,
@@ -52,4 +53,10 @@ class Pixels:
         """Return the tower's input, float32 [patches, n]: RGB pixels [height, width, 3], resized to fill `grid`."""
         height, width = (side * self._factor for side in grid[1:])
         image = pillow().fromarray(pixels).resize((width, height), self._processor.resample)
+        lines = max(1, BAND // (width * self._factor)) * self._factor
+        bands = [image.crop((0, top, width, min(top + lines, height))) for top in range(0, height, lines)]
+        return np.concatenate([self._values(band) for band in bands])
+
+    def _values(self, image: Any) -> np.ndarray:
+        """Return the patches of an image whose sides are multiples of a row's side in pixels, without resizing it."""
         return self._processor(images=image, do_resize=False, return_tensors="np")["pixel_values"]
