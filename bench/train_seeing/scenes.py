@@ -5,18 +5,9 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw
 
-COLOURS = {
-    "red": (220, 30, 30),
-    "green": (30, 160, 50),
-    "blue": (30, 70, 220),
-    "yellow": (245, 210, 20),
-    "black": (20, 20, 20),
-    "purple": (140, 40, 170),
-}
+from mlx_mtp.lossless.seeing import COLOURS, PLACES, SIDES
+
 SHAPES = ("square", "circle", "triangle")
-# Centres, as shares of width and height.
-SIDES = {"left": (0.26, 0.5), "right": (0.74, 0.5), "top": (0.5, 0.26), "bottom": (0.5, 0.74)}
-PLACES = {"left": "on the left", "right": "on the right", "top": "at the top", "bottom": "at the bottom"}
 NO_PICTURE = "I see no picture. Please show me one."
 DESCRIBE = ("What do you see?", "Describe the picture.", "What is in this picture?", "Describe this image.", "")
 COMPARE = (

@@ -48,6 +48,8 @@ def show(model: Any, tokenizer: Any, verdict: Verdict, answered: list[Answered])
         console.print(
             "{} drafts accepted, one per head and cycle; these predictions would allow {}\n".format(*verdict.kept)
         )
+    if verdict.seen:
+        print_text(_sight(verdict))
     for kind in ("warnings", "broken"):
         for text in getattr(verdict, kind):
             print_text(f"{kind.removesuffix('s')}: {text}")
@@ -100,6 +102,13 @@ def _heads(verdict: Verdict) -> Table:
     return table
 
 
+def _sight(verdict: Verdict) -> str:
+    """Return the result of the test with opposite pairs of pictures in one line."""
+    kinds = ", ".join(f"{kind} {right} of {count}" for kind, (right, count) in verdict.seen.items())
+    pairs = f"{verdict.pairs_seen} of {verdict.pairs} opposite pairs of pictures ({kinds})"
+    return f"sees: {pairs}; this tests the wiring of pictures, not exactness\n"
+
+
 def _tasks(answered: list[Answered]) -> Table:
     table = _table("tasks", ["task", "question"], ["tokens", "without", "with", "same text"])
     marks = {True: "right", False: "wrong"}
@@ -136,6 +145,7 @@ def as_dict(model: Any, verdict: Verdict, answered: list[Answered]) -> dict[str,
         "logprobs": verdict.drift and asdict(verdict.drift),
         "distributions": [asdict(f) for f in verdict.fits],
         "heads": {"right": verdict.agreement, "better_wirings": [asdict(b) for b in verdict.better]},
+        "sees": {kind: {"right": a, "pairs": b} for kind, (a, b) in verdict.seen.items()},
         **({"tasks": [asdict(a) for a in answered]} if answered else {}),
     }
 

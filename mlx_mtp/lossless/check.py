@@ -18,6 +18,7 @@ from .heads import LONGEST, USUAL, Known, Rights, kept, right, shares, suspicion
 from .prompts import Prompt, built_in, pictured, source
 from .rounding_judge import OnePass
 from .sampled import Fit, draw, fit, spread
+from .seeing import MISSES, PAIRS, seen
 from .small_model import right_small
 from .wirings import Better, alternatives, diagnose
 
@@ -80,6 +81,8 @@ class Verdict:
         a drafter; those of a block have blocks of the maximum.
     kept:      accepted drafts with one draft per head, or a block's maximum, and the number that `agreement`'s
         predictions would accept.
+    seen:      per kind of opposite pictures, the number of pairs that the model sees and of all pairs; empty if that
+        was not tested.
     better:    wirings of the heads or block drafter that predict more tokens correctly, best first.
     warnings:  suspicious findings that change no output; broken: faults.
     """
@@ -91,6 +94,7 @@ class Verdict:
     fits: list[Fit] = field(default_factory=list)
     agreement: list[float] = field(default_factory=list)
     kept: tuple[int, int] = 0, 0
+    seen: dict[str, tuple[int, int]] = field(default_factory=dict)
     better: list[Better] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
@@ -100,6 +104,16 @@ class Verdict:
         """Whether a comparison, also of the one pass, found more than near-ties, or a test of draws is refused."""
         return any(c.diverged for c in (*self.greedy, *self.sampled)) or any(f.refused for f in self.fits)
 
+    @property
+    def pairs_seen(self) -> int:
+        """Number of opposite pairs of pictures that the model sees."""
+        return sum(right for right, _ in self.seen.values())
+
+    @property
+    def pairs(self) -> int:
+        """Number of opposite pairs of pictures that were tested."""
+        return sum(count for _, count in self.seen.values())
+
 
 def verify(
     model: Target, tokenizer: Any, settings: Settings, progress: Progress, pictures: Sequence[Picture] = ()
@@ -108,19 +122,22 @@ def verify(
 
     With `drafts` = 0 only lookups draft, and logprobs, sampled output and another drafter are not tested. Faults are
     listed in the verdict, not raised. progress: receives a stage, the items done and their number. pictures: also
-    compare output after prompts of `pictured`; draws' distributions and the drafter are tested on text alone.
+    compare output after prompts of `pictured`; draws' distributions and the drafter are tested on text alone. If the
+    model has a vision tower, it is also tested whether the model sees, with drawn pictures.
     """
-    stops, seen = tuple(tokenizer.eos_token_ids), pictured(model, tokenizer, pictures)
-    prompts = seen + built_in(model, tokenizer, settings.max_tokens)
+    stops, shown = tuple(tokenizer.eos_token_ids), pictured(model, tokenizer, pictures)
+    prompts = shown + built_in(model, tokenizer, settings.max_tokens)
     texts = with_progress(prompts, "plain text", progress)
     references = [Reference(model, prompt, settings.max_tokens, stops) for prompt in texts]
     verdict = Verdict(str(references[0].one_pass.dtype).rpartition(".")[2])
+    if model.vision is not None:
+        _look(model, tokenizer, verdict, progress)
     verdict.greedy = _greedy(references, settings, progress)
     if settings.drafts:
         drifts = [drift(r, settings.most) for r in with_progress(references, "logits", progress)]
         verdict.drift = max(drifts, key=by_share)
-        verdict.sampled = _sampled(model, prompts[: len(seen) + SAMPLED_PROMPTS], stops, settings, progress)
-    references = references[len(seen) :]
+        verdict.sampled = _sampled(model, prompts[: len(shown) + SAMPLED_PROMPTS], stops, settings, progress)
+    references = references[len(shown) :]
     if settings.drafts:
         verdict.fits = _fits(model, references, settings, progress)
     references.sort(key=lambda r: len(r.one_pass.tokens))
@@ -140,6 +157,14 @@ def verify(
         verdict.agreement, verdict.kept = shares(own), _kept(references, own, verdict.greedy[:3], 1)
     conclude(model, verdict)
     return verdict
+
+
+def _look(model: Target, tokenizer: Any, verdict: Verdict, progress: Progress) -> None:
+    """Set `verdict.seen`; if a prompt with a picture cannot be read, add the reason to the warnings instead."""
+    try:
+        verdict.seen = seen(model, tokenizer, with_progress(PAIRS, "opposite pictures", progress))
+    except ValueError as e:
+        verdict.warnings.append(f"it was not tested whether the model sees: {e}")
 
 
 def _greedy(references: list[Reference], settings: Settings, progress: Progress) -> list[Comparison]:
@@ -267,6 +292,10 @@ def conclude(model: Target, verdict: Verdict) -> None:
         if share < MIN_AGREEMENT:
             head = "the first head" if depth == 1 else f"depth {depth}"
             broken.append(f"{head if heads else 'the drafter'} predicts the target's token in {share:.1%} of cases")
+    if (count := verdict.pairs) - verdict.pairs_seen > MISSES:
+        expected = f"expected at least {count - MISSES}"
+        why = "pictures are wired or converted wrongly, or the model is too weak for the questions"
+        broken.append(f"sees {verdict.pairs_seen} of {count} opposite pairs of pictures, {expected}: {why}")
     were, right_ones = verdict.kept
     if were < MISSED[0] * right_ones - MISSED[1]:
         expected = f"{right_ones} that are right when {named[1]} the whole text"

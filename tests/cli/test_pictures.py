@@ -129,11 +129,14 @@ def test_verify_lossless_compares_texts_after_pictures(place, model, monkeypatch
     monkeypatch.setattr(prompts, "SOURCE", 24)
     monkeypatch.setattr(check, "FIT_TOKENS", 2)
     monkeypatch.setattr(check, "SAMPLED_PROMPTS", 1)
+    monkeypatch.setattr(check, "PAIRS", check.PAIRS[:2])
     args = ["--image", place / "a.png", place / "two words.png", "-m", 2, "--draws", 20, "--no-diagnose", "--json"]
     args += ["--num-draft-tokens", 1, "--no-prompt-lookup"]
     found = json.loads(call("verify-lossless", "--model", place / "model", "--float32", *args).stdout)
     assert {each["texts"] for each in found["greedy"]} == {len(prompts.built_in(*model, 2)) + 3}
     assert all(not each["differences"] for each in found["greedy"])
+    assert found["sees"] == {"sides": {"right": 0, "pairs": 2}}
+    assert any("sees 0 of 2 opposite pairs" in text for text in found["broken"])
 
 
 def test_bench_decode_times_our_loops_after_pictures(place):

@@ -13,7 +13,7 @@ IMAGE = Image(np.zeros((2, 2, 3), np.uint8), b"digest")
 
 
 class Pixels:
-    """Counts the pictures that it has prepared; a preparation ends once `ready` is set, with `error` if there is one."""
+    """`begun` has the thread of each preparation, which ends once `ready` is set, with `error` if there is one."""
 
     def __init__(self):
         self.ready, self.begun, self.error = threading.Event(), [], None

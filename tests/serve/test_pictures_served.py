@@ -143,7 +143,7 @@ def test_another_answer_advances_while_a_picture_is_prepared(eyes, monkeypatch):
         more.set()
 
     monkeypatch.setattr(pixels, "patches", held)
-    stops = {token: -100.0 for token in engine.served.tokenizer.eos_token_ids}
+    stops = dict.fromkeys(engine.served.tokenizer.eos_token_ids, -100.0)
     prompt = engine.served.tokenizer.encode("Write.")
     job = Job(DecodeRequest(prompt, max_tokens=3000, penalties={"logit_bias": stops}), take)
     engine.submit([job])
