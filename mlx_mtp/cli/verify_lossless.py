@@ -41,14 +41,18 @@ def verify_lossless(**flags: Any) -> None:
     With --image, greedy and sampled output is also compared for a prompt with each picture and, if there are several,
     for one with all of them.
 
+    A model with a vision tower is also tested with 12 pairs of drawn pictures, which differ in the side or the colour
+    of a square: each picture must make its own answer more likely than the other picture's. One pair may fail. This
+    tests the wiring of pictures, not exactness; --no-vision leaves it out.
+
     --tasks FILE: each line is {"question": "...", "answer": "..."}. A number is right if it equals the last number in
     the last \\boxed{...} of the text or, without one, in the text; another answer must occur there.
 
     `mlx-mtp doctor` checks each kernel, which may be the cause of a divergence; `mlx-mtp bench decode` measures the
     speed with and without drafts.
 
-    Exit codes: 0 if lossless, 1 if output diverged, heads are wired wrongly or something failed, 2 for a wrong
-    command line.
+    Exit codes: 0 if lossless, 1 if output diverged, heads or pictures are wired wrongly or something failed, 2
+    for a wrong command line.
     """
     if not (flags["mtp"] or flags["draft_model"]) or flags["num_draft_tokens"] == 0:
         wrong = "without drafts there is nothing to verify; leave out --no-mtp and --num-draft-tokens 0"

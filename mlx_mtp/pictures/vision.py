@@ -17,7 +17,7 @@ from .image import LIMITS, Image, Limits
 from .rows import Picture
 
 Grid = tuple[int, int, int]
-PREPARING = ThreadPoolExecutor(1, "mlx-mtp pictures")  # one picture at once: of 16 million pixels, 1 GB
+PREPARING = ThreadPoolExecutor(1, "mlx-mtp pictures")  # one picture at once: one of 16 million pixels needs 1 GB
 WAIT = 0.002  # seconds for which `stages` waits for patches before it yields
 
 
