@@ -68,6 +68,13 @@ def test_lossless_is_verified_together(tmp_path):
     assert "on 2 ranks; on another number of them near-ties may be decided otherwise" in text
 
 
+def test_it_is_tested_together_whether_a_model_sees(tmp_path):
+    argv = ["--model", "demo-vision", "-m", "1", "--draws", "20", "--no-diagnose", "--num-draft-tokens", "1"]
+    (code, text, _), others = run(tmp_path, "verify-lossless", *argv, "--no-prompt-lookup")
+    assert (code, others) == (0, (0, "", ""))
+    assert "sees: 12 of 12 opposite pairs" in text
+
+
 @pytest.mark.parametrize(("sent", "victim", "code", "message"), [
     (signal.SIGKILL, 1, 1, "error: rank 0: rank 1 has ended"),
     (signal.SIGSTOP, 1, 1, "error: rank 0: rank 1 has not answered for 3.5 s"),
