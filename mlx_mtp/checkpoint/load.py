@@ -34,6 +34,7 @@ from .build import load_port
 from .cure import NeverDrafts, adding_heads
 from .draft_vocab import DraftVocab, reduce_heads
 from .draft_vocab import read as read_vocab
+from .expand_heads import expand_heads
 from .files import read_config
 from .find_drafter import joins_heads
 from .gguf.cached import find_checkpoint, find_heads
@@ -251,7 +252,8 @@ def _finish(model: Any, path: Path, tokenizer: Any, options: LoadOptions) -> Non
     vocab, layout, lazy = options.vocab, options.budget.layout, options.lazy
     check_tokens(model, path, tokenizer, load_tokenizer)
     if not lazy:
-        _test_or_defer(model, path, tokenizer, defer=vocab is None and is_large(model))
+        defer = vocab is None and is_large(model)
+        _test_or_defer(model, path, tokenizer, defer=defer, expand=options.lane != "off")
     if vocab is not None:
         _reduce(model, vocab, tokenizer, lazy=lazy)
     bits = {bits for name in ("kv_bits", "mtp_kv_bits") if (bits := layout.get(name))}
@@ -261,27 +263,35 @@ def _finish(model: Any, path: Path, tokenizer: Any, options: LoadOptions) -> Non
     model.runtime.note(prefill_chunk=prefill_chunk(model, layout, lazy=lazy))
 
 
-def _test_or_defer(model: Any, path: Path, tokenizer: Any, *, defer: bool) -> None:
+def _test_or_defer(model: Any, path: Path, tokenizer: Any, *, defer: bool, expand: bool) -> None:
     """Read and test the heads, and read all other weights, now.
 
-    `defer` reads nothing: the heads are read and tested, with fewer tokens, before the first draft.
+    `defer` reads nothing: the heads are read and tested, with fewer tokens, before the first draft. expand: call
+    `expand_heads` after they are read.
     """
     texts = {"random tokens": random_tokens(model.vocab_size)}
     if tokenizer is not None:
         texts["words"] = tokenizer.encode(WORDS)
     if defer:
         texts = {kind: tokens[:FEW_TOKENS] for kind, tokens in texts.items()}
-    model.runtime.untested = partial(_test_heads, model, model.runtime.untested, path, texts)
+    model.runtime.untested = partial(_test_heads, model, model.runtime.untested, path, texts, expand=expand)
     model.runtime.note(untested=defer and bool(model.mtp))
     if not defer:
         test_heads(model)
         mx.eval(model.parameters())
 
 
-def _test_heads(model: Any, read: Callable[[], None] | None, path: Path, texts: dict[str, list[int]]) -> None:
-    """Read the heads, and test them with the target as it was loaded and with each adapter that can be selected."""
+def _test_heads(
+    model: Any, read: Callable[[], None] | None, path: Path, texts: dict[str, list[int]], *, expand: bool
+) -> None:
+    """Read the heads, and test them with the target as it was loaded and with each adapter that can be selected.
+
+    expand: call `expand_heads` in between.
+    """
     if read is not None:
         read()
+    if expand:
+        expand_heads(model)
     adapters, report = model.runtime.adapters, model.report
     with adapters.using(report.adapter or None):
         self_test(model, path, texts)

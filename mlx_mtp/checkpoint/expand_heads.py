@@ -1,0 +1,42 @@
+"""Dequantize heads on a CPU, where MLX multiplies with float32 matrices faster than with quantized ones."""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+from mlx_lm.utils import dequantize_model
+
+from ..layers.scaled import SCALE
+from .report import DRAFTING, drafting_bytes
+
+LEAST = 1 << 20  # bytes of heads; products of smaller ones take little time
+QUANTIZED = nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear
+
+
+def expand_heads(model: Any) -> None:
+    """Dequantize a model's MTP heads if the default device is a CPU and the target is float32 and not quantized.
+
+    MLX's CPU computes a product with a quantized matrix row by row: one row of a head for SmolLM2 in 8 bits takes 4.0
+    ms of CPU time and three rows 11.6 ms, in float32 1.5 and 2.7 ms. Heads with tensor-wide scales stay as they are.
+    The report gets the new number of bytes. Heads that are not quantized, or have fewer than LEAST bytes, are not
+    changed.
+    """
+    if mx.default_device() != mx.cpu or drafting_bytes(model) < LEAST or model.model.norm.weight.dtype != mx.float32:
+        return
+    drafting = [module for head in model.mtp for module in head.modules()]
+    target = [module for path, module in model.named_modules() if not path.startswith(DRAFTING)]
+    scaled = any(SCALE in module for module in drafting)
+    if scaled or not _quantized(drafting) or _quantized(target):
+        return
+    for head in model.mtp:
+        dequantize_model(head)
+        mx.eval(head.parameters())
+    stored = model.report.head_quantization
+    model.runtime.note(
+        head_bytes=drafting_bytes(model), head_quantization=f"{stored}, expanded to float32 for the CPU"
+    )
+
+
+def _quantized(modules: list[nn.Module]) -> bool:
+    return any(isinstance(module, QUANTIZED) for module in modules)
