@@ -82,9 +82,9 @@ class ChatSession:
         """template_config: variables of the chat template. options: those of `stream_generate`; with max_tokens=-1 an
         answer ends at the latest when the conversation has `positions` tokens.
 
-        The first message continues the prompt of a given `prompt_cache`, whose system prompt and template_config are
-        then used. Raises ValueError for an option out of range, and for a cache that contains tokens without the
-        start of a conversation, or has another system prompt or template_config.
+        The first message continues the prompt of a given `prompt_cache`; unless the cache is empty, its system
+        prompt and template_config are used. Raises ValueError for an option out of range, for a cache that contains
+        tokens without the start of a conversation, and for a system_prompt or template_config other than the cache's.
         """
         self.model, self.tokenizer, self.template_config = model, tokenizer, template_config or {}
         self.ranks = model.ranks

@@ -290,7 +290,7 @@ class Group:
         cache.backlog = []
 
     def _submit(self, last: PoolCycle | None, new: PoolCycle) -> PoolCycle:
-        """Start computing a cycle and return it; first release other references to the arrays that it overwrites."""
+        """Start computing `new` and return it; before, `last` and caches release the arrays that `new` overwrites."""
         assert self.pool is not None
         run_first(self.model)
         self.marks = []

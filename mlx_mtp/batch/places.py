@@ -15,10 +15,11 @@ CALM = 16  # cycles that the last sequence of a pool stays in it, because leavin
 
 
 class Places:
-    """All active sequences: groups, which share a pool per cache layout, and lone sequences.
+    """All active sequences: groups, each with a pool for one cache layout, and lone sequences, which decode alone.
 
-    The only sequence of a layout decodes alone, the last one of a pool after CALM cycles; those of `is_lone` always
-    do. Sequences move between two cycles. controls: returns a control, as `Controls.control`.
+    A sequence is lone if `is_lone` returns True for it, or if no other active sequence has its cache layout. The last
+    sequence of a pool becomes lone after CALM cycles as the only one. Sequences move only between two cycles.
+    controls: `Controls.control`, or a function with the same arguments and result.
     """
 
     def __init__(self, settings: Settings, controls: Callable[..., Control]):

@@ -147,7 +147,8 @@ class Steps:
     def verify_sure(self, new: PoolCycle) -> None:
         """Evaluate a cycle's drafts, which writes the drafter's caches; build the rest of the step.
 
-        With a grammar that is the target's pass and, unless `choose_late`, the choice of tokens; else the verify.
+        With a grammar the rest is the target's pass and, unless `choose_late`, the choice of tokens; without a
+        grammar the rest is the verify.
         The number of drafts verified is the same for all sequences: the maximum, over them, of the number of drafts
         before a sequence's first improbable one.
         """

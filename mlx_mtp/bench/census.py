@@ -246,7 +246,10 @@ def check_capture(phase: str, path: Path, cycles: int) -> None:
 
 
 def capture(work: Workload, phase: str, path: Path, cycles: int) -> list[Path]:
-    """Write traces of `phase` in `cycles` cycles, one each, fewer if the text ends early; return their paths."""
+    """Write one trace of `phase` per cycle, for `cycles` cycles; return the traces' paths, those of `trace_paths`.
+
+    Fewer if the text ends before. The first WARM cycles are not traced, except for "prefill".
+    """
     paths = trace_paths(path, cycles)
     decode_in_phases(work, Captured(phase=phase, paths=list(paths)))
     return [file for file in paths if file.exists()]

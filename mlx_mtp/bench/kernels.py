@@ -66,7 +66,7 @@ def traffic(op: str | None, rows: int) -> Iterator[Found]:
         site = SMALL[kind]()
         served = sorted(m for m in site.candidates if m <= rows)
         if op and not served:
-            raise ValueError(f"rows={rows}: {op} needs at least {min(site.candidates)}")
+            raise ValueError(f"rows={rows}: {op} needs at least {min(site.candidates)} rows")
         for m in served:
             x = mx.random.normal((m, site.width), mx.bfloat16, key=mx.random.key(m))
             mx.eval(site.ours(x))  # creates the context of the rows

@@ -143,7 +143,8 @@ def _series(label: str, points: Sequence[tuple[float, Measured]], **drawn: Any) 
 def acceptance(found: Found) -> Iterator[Panel]:
     """Yield a grid per setting: the share of accepted drafts by depth and kind of prompt.
 
-    The share is that of the loop with the largest fixed number of drafts; no grid without such a loop.
+    The share is that of the loop with the largest fixed number of drafts above 0; a setting without such a loop has
+    no grid.
     """
     for setting in (sets := settings(found)):
         made: dict[str, Sequence[float | None]] = {}

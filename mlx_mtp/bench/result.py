@@ -94,10 +94,10 @@ def write(found: dict[str, Any], path: Path) -> None:
 
 
 def read(path: Path, kind: str | None = None) -> dict[str, Any]:
-    """Read a result from a file of `write`, or from the last line of a file that does not begin with "{".
+    """Read a result from a file: from the whole text if it begins with "{", as that of `write`, else the last line.
 
-    kind: of KINDS, the only one that is accepted; None for all. Raises ValueError if it is no result in this format,
-    or one of another kind, and OSError if the file cannot be opened.
+    kind: the one of KINDS that is accepted; None accepts all. Raises ValueError if the text is no result in this
+    format, or a result of another kind, and OSError if the file cannot be opened.
     """
     with one_line(f"{path}: no result of `mlx-mtp bench`", (ValueError, RecursionError)):
         text = path.read_text().strip()

@@ -39,7 +39,7 @@ Turns = dict[tuple[str, int], Callable[[], float]]  # functions that return seco
 
 
 class Kernels:
-    """The kernels that trials switch on for a model, and that `only` switches off; none without a Metal GPU.
+    """The kernels that trials switch on for a model, and that are off inside `only(STOCK)`; none without a Metal GPU.
 
     The model must have been loaded without kernels; ValueError if it has no port. lane: which kernels to try, as
     `kernels` of `load`; with "off" there are none. rows: maximum number of rows that will be measured.

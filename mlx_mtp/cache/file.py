@@ -306,10 +306,10 @@ SAMPLED = 256  # values of each tensor; another finetune changes some of them in
 def fingerprint(model: Any, *, heads: bool) -> str:
     """Return a hash that identifies the model, or its heads, to which a saved cache belongs.
 
-    The hash covers the names, shapes, types and sampled values of parameters. heads=False: the target's, its `args`,
-    and the whole content of the selected adapter. heads=True: those of the drafter or MTP heads, and their layout,
-    without MTP heads' own LM heads and d2t, on which no state depends. Of a split model all ranks return the same
-    hash and must call together.
+    heads=False: a hash of the target's parameters, of `model.args` if it is a dataclass, and of the whole content of
+    the selected adapter. heads=True: of `model.spec`, and of the parameters of the drafter or MTP heads, except the
+    MTP heads' own LM heads and d2t, on which no state depends. Of parameters it covers the names, shapes, types, and
+    up to SAMPLED values of each. All ranks of a split model must call this together; all return the same hash.
     """
     arrays: Any = tree_flatten(model.parameters())
     other = re.compile(r"mtp\.\d+\.(head\.|d2t$)|(?!(mtp|drafter)\.)" if heads else r"(mtp|drafter)\.")

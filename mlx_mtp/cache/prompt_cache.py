@@ -108,7 +108,7 @@ class PromptCache(TokenRows, StepCache, ListOfOne):
 
     @property
     def layout(self) -> dict[str, int | None]:
-        """This layout's kv_bits, mtp_kv_bits, kv_group_size and max_kv_size, as `make_prompt_cache` takes them."""
+        """A dict of kv_bits, mtp_kv_bits, kv_group_size and max_kv_size: arguments of `make_prompt_cache`."""
         return layout_of(self)
 
     @property

@@ -97,8 +97,9 @@ class PooledKV(LayerCache):
     def regroup(self, span: Span, order: Sequence[int], newcomers: Sequence[tuple[int, Any, int]]) -> None:
         """Change the sequences of the next pass, and copy newcomers' keys and values to their slots.
 
-        order: for each slot of the span its row in the last pass, or from the row count on a newcomer. newcomers:
-        (slot, cache, number of its positions) of each; those without arrays are not copied.
+        order: for each slot of the span, the row of its sequence in the last pass; for a newcomer, the number of
+        these rows plus its index in `newcomers`. newcomers: (slot, cache, number of the cache's positions) of each;
+        from a cache without arrays nothing is copied.
         """
         self.span = span
         starts = [*self.starts, *(cache.start for _, cache, _ in newcomers)]

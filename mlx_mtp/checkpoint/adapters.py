@@ -178,7 +178,9 @@ def _put_on(model: Any, config: dict[str, Any], tensors: dict[str, mx.array]) ->
             raise ValueError(f"{CONFIG}: {with_type(e)}") from e
         for path, m in model.named_modules():
             if isinstance(m, DoRAEmbedding) and "scales" in m.embedding:
-                raise ValueError(f"{CONFIG}: DoRA of {path}, a quantized embedding, is not supported")
+                raise ValueError(
+                    f"{CONFIG}: DoRA of {path}, a quantized embedding, is not supported; load an unquantized model"
+                )
         dora = [(path, DoRA(m)) for path, m in model.named_modules() if isinstance(m, DoRALinear)]
         model.update_modules(tree_unflatten(dora))
     places = {n: w for n, w in named(model).items() if kind == "full" or n.rpartition(".")[2] in LEAVES}

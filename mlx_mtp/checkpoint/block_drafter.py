@@ -51,7 +51,7 @@ def with_heads(model: Any, block: Block) -> Block | HeadsAndBlock:
 def counted(model: Any, net: Any) -> Generator[None, None, None]:
     """Inside the `with` block, count the block drafter `net` among the model's parameters; nothing is evaluated.
 
-    Another kind of network is not counted. The model has no drafter afterwards.
+    Another kind of network is not counted. After the block the model has no drafter, whatever it had before.
     """
     try:
         if isinstance(net, BlockNetwork):

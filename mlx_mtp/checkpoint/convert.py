@@ -344,7 +344,7 @@ def extract_heads(
     path = resolve(hf_path, revision, files=None if files is None else (*small, *files))
     source = open_source(path, alone=True)
     if not source.model.mtp:
-        raise ValueError(f"{source.path}: no MTP heads found ({source.contents.source})")
+        raise ValueError(f"{source.path}: no MTP heads found; give a checkpoint with heads")
     source.prepare(precision)
     facts, heads = source.facts(new.name), source.tensors()[1]
     source.model = None  # each tensor is freed after it is written

@@ -40,7 +40,8 @@ class DraftVocab:
         tokenizer: the model's; None is not compared.
         """
         if self.vocab_size not in (None, vocab_size):
-            raise ValueError(f"{self.source}: made for {self.vocab_size} tokens; the model has {vocab_size}")
+            made = f"made for a vocabulary of {self.vocab_size} tokens; the model has {vocab_size}"
+            raise ValueError(f"{self.source}: {made}; {AGAIN}")
         for token in (self.tokens[0], self.tokens[-1]):
             if not 0 <= token < vocab_size:
                 raise ValueError(f"{self.source}: token {token} in the list; allowed are 0 to {vocab_size - 1}")

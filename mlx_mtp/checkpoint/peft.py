@@ -219,7 +219,7 @@ def _of_pattern(name: str, key: str, config: dict[str, Any], default: Any, file:
     """
     patterns = config.get(key) or {}
     if not isinstance(patterns, dict):
-        raise ValueError(f"{file}: {key} is {patterns!r}, expected an object of regular expressions and numbers")
+        raise ValueError(f"{file}: {key} is {patterns!r}, expected an object from regular expressions to numbers")
     found = (value for regex, value in patterns.items() if _match(regex, rf"(.*\.)?({regex})", name, file))
     return next(found, default)
 

@@ -89,22 +89,31 @@ def settings_of(path: Path, config: dict[str, Any]) -> Settings:
 
     ValueError if that file is damaged.
     """
-    text, file = config | config.get("text_config", {}), path / "config.json"
-    stored = next((text[key] for key in KEYS if isinstance(text.get(key), dict)), None)
+    file, stored = path / "config.json", _entry(config)
     if not stored and (path / MODELOPT).is_file():
         file = path / MODELOPT
         with one_line(f"{file}: not valid JSON, or not modelopt's", (ValueError, OSError, TypeError, AttributeError)):
             stored = {"quant_method": "modelopt"} | (json.loads(file.read_text()).get("quantization") or {})
-    stored = stored or {}
-    method = stored.get("quant_method")
-    if method is None and any(stored.get(key) for key in ("load_in_4bit", "load_in_8bit")):
+    return Settings(file, _stated(stored), stored)
+
+
+def _entry(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the first of KEYS that is an object, in text_config or, if absent there, in config.json; else {}."""
+    text = config | config.get("text_config", {})
+    return next((text[key] for key in KEYS if isinstance(text.get(key), dict)), {})
+
+
+def _stated(entry: dict[str, Any]) -> str | None:
+    """Return the method in quantization settings; with load_in_4bit or load_in_8bit alone it is bitsandbytes."""
+    method = entry.get("quant_method")
+    if method is None and any(entry.get(key) for key in ("load_in_4bit", "load_in_8bit")):
         method = "bitsandbytes"
-    return Settings(file, method if isinstance(method, str) else None, stored)
+    return method if isinstance(method, str) else None
 
 
 def method_of(config: dict[str, Any]) -> str | None:
-    """Return the quantization method in a config.json if mlx-lm does not read it, else None."""
-    method = settings_of(Path(), config).method
+    """Return the quantization method that a config.json states; None if it states none, or one in READ."""
+    method = _stated(_entry(config))
     return method if method not in READ else None
 
 

@@ -69,7 +69,7 @@ def _read(given: Path) -> Header:
 def _checkpoint_name(name: str, spec: MTPSpec, layers: int) -> str:
     """Return the name in a checkpoint of a tensor that mlx-vlm's drafter stores as `name`.
 
-    They are equal, unless the family stores heads as layers after the target's.
+    They are equal, unless the family stores heads as layers after the target's. layers: number of the target's.
     """
     if spec.numbered != "trunk":
         return name

@@ -55,7 +55,7 @@ class Drafting:
             if not self.mtp and (value := getattr(self, name)) not in (None, {}):
                 raise ValueError(f"{name}={value}: not together with mtp=False")
         if self.draft_model is not None and self.mtp_path is not None and not self.joins:
-            raise ValueError(f"draft_model={self.draft_model}: not together with mtp_path={self.mtp_path}")
+            raise ValueError(f"draft_model={self.draft_model}: not together with mtp_path={self.mtp_path}; give one")
 
 
 def without_broken_heads(read: Callable[[Drafting], T], drafting: Drafting) -> T:

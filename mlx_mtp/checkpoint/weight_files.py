@@ -53,7 +53,6 @@ class Stored:
         """Return one message: about an unreadable trunk file, else a tensor of `absent`; None if there is neither.
 
         A tensor of `absent` is reported if it is in `names` (tensors that the model lacks) or its file is missing.
-        Tensors that the index does not list, or that another file contains, are not in `absent`.
         """
         gone = [name for name, file in self.absent.items() if not (self.path / file).exists()]
         absent = [name for name in names if name in self.absent] + gone

@@ -44,7 +44,7 @@ def shard_set(name: str) -> str:
 
 
 def is_whole(names: Collection[str]) -> bool:
-    """Return whether the files of one `shard_set` are complete: their names end in "of-N", and there are N or more.
+    """Return whether the files of one `shard_set` are complete: there are N or more, named "...-of-N.safetensors".
 
     A file without such a name is complete alone.
     """

@@ -53,7 +53,8 @@ def uninstall(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
     try:
         own.remove()
     except ValueError as e:
-        raise click.ClickException(f"{own.file} is deleted, but the agent may still run: {e}") from None
+        still = "the agent may still run; if so, end its `mlx-mtp serve`"
+        raise click.ClickException(f"{own.file} is deleted, but {still}: {e}") from None
     click.echo(f"Ended the agent and deleted {own.file}")
     ctx.exit()
 

@@ -209,9 +209,9 @@ def verify(**flags: Any) -> None:
 
     T(M)/T(1) is measured for the whole model, with the decoding loop's own pass, and for each part: projections,
     attention at each context, experts, recurrent layers, LM head. A part is a chain of calls on the model's layers,
-    each of which depends on the previous one. The parts leave out norms, RoPE, sums, embeddings, latent attention's
-    products per head and sparse attention. Stock is mlx-lm's modules; ours uses the Metal kernels that are on. Turns
-    are short, so there is no rest before them without --cooldown.
+    each of which depends on the previous one. No part contains norms, RoPE, sums, embeddings, sparse attention, or
+    latent attention's products per head. Stock is mlx-lm's modules; ours uses the Metal kernels that are on. Timed
+    runs are short, so there is no rest before them without --cooldown.
     """
     from ..bench import result
     from ..bench.verify import CurvePlan, Kernels, measure, remarks, text_of

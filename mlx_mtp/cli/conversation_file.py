@@ -62,9 +62,9 @@ def _with_urls(message: dict[str, Any]) -> dict[str, Any]:
 def read(file: Path) -> tuple[list[dict[str, Any]], int]:
     """Read messages and the number of answers from a file of `save`, or from a JSON list of messages.
 
-    A message's "pictures" are `data:` URLs. A file without a number of answers has one per assistant's message.
-    Raises a one-line ValueError if it is no regular file, and unless the messages are [system], then user and
-    assistant alternately up to an assistant's, or none; OSError if the file cannot be read.
+    Messages: an optional system message, then zero or more pairs of a user's message, whose "pictures" are `data:`
+    URLs, and an assistant's. A file without a number of answers has one per assistant's message. Raises a one-line
+    ValueError for other contents, and for a path that is no regular file; OSError if the file cannot be read.
     """
     if file.exists() and not file.is_file():  # a device may never end
         raise ValueError(f"{file}: not a regular file")

@@ -96,7 +96,7 @@ def _tokens(tokenizer: Any, text: str, flags: dict[str, Any], vision: Any, pictu
         if pictures:
             tokens = with_pictures(vision, tokens, pictures, start=tokens[:1] == [tokenizer.bos_token_id])
     if not tokens and template:
-        raise ValueError("the prompt is empty: the chat template renders nothing")
+        raise ValueError("the prompt is empty: the chat template renders nothing; use --ignore-chat-template")
     if not tokens:
         raise click.UsageError("the prompt is empty; give a text with --prompt")
     return tokens

@@ -19,9 +19,10 @@ SAME = "ranks"  # start of errors that all ranks raise
 
 @contextmanager
 def as_rank() -> Iterator[None]:
-    """Run a block as one of several ranks: those above 0 print only errors, and each reports its exit code to all.
+    """Run a block as one of several ranks, of which those above 0 print only errors.
 
-    In a single process nothing changes.
+    At the end of the block rank 0 reports its exit code to the other ranks, and each of these reports its own to
+    rank 0; a code other than 0 ends all ranks (see `watch.leave`). In a single process nothing changes.
     """
     here = launched()
     if here is None:

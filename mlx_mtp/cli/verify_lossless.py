@@ -130,7 +130,10 @@ def _drafts(model: Any, asked: int | None) -> int:
 
     most = model.max_draft_tokens
     if not hasattr(model, "spec"):
-        raise ValueError(f"model_type {model.report.family!r} does not support drafting: there is nothing to verify")
+        raise ValueError(
+            f"model_type {model.report.family!r} does not support drafting: there is nothing to verify; "
+            "give a model of a supported family"
+        )
     if asked is not None and asked > most:
         allowed = f"1 to {most} with this model" if most else "none, as no MTP heads are loaded"
         raise ValueError(f"num_draft_tokens={asked}: allowed is {allowed}")

@@ -18,7 +18,7 @@ CHECKED = 64  # last tokens of the sequence that are compared before each cycle
 
 
 class Agreement:
-    """A generation's control on every rank, whose `plan` returns rank 0's plans, one per `meet`, the oldest first.
+    """A generation's control on every rank: `meet` receives a plan of rank 0, `plan` returns and removes the oldest.
 
     sources: names of the drafters, in the same order on all ranks. stopping: rank 0 has ended the generation.
     """

@@ -100,9 +100,10 @@ class CycleMasks:
         return min((self.forced[i] for i, _ in self._guided()), default=self.k)
 
     def read(self, drafts: Sequence[Sequence[int]]) -> int:
-        """Write the masks after each of the given first drafts of each sequence in `rows`, the last in `allowed` too.
+        """Write to `rows` the mask after each given draft; the last, for the next draft, also to `allowed`.
 
-        Masks after a draft that the grammar forbids stay as they are.
+        drafts: the first drafts of each sequence. Masks after a draft that the grammar forbids, or that is an
+        end-of-text token, stay as they are.
 
         Returns the maximum, over sequences with a grammar, of the number of first drafts that are allowed.
         """

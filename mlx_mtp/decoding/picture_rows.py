@@ -54,9 +54,10 @@ def up_to_edge(cache: PromptCache, tokens: list[int]) -> int:
 
 
 def read_rows(model: Target, cache: PromptCache, tokens: list[int]) -> mx.array:
-    """Append the next tokens, all text or all rows of one picture, to the target's caches; return rows [1, n, H].
+    """Append the next n tokens to the target's caches; return the rows [1, n, H] of `Target.hidden`.
 
-    The rows are `Target.hidden`'s. Raises ValueError as `features_of`.
+    tokens: either text only, or only rows of one picture, of which they may be a part. Raises ValueError as
+    `features_of`.
     """
     if tokens[0] >= 0:
         return model.hidden(mx.array(tokens)[None], cache.layers)

@@ -36,9 +36,10 @@ def lookup_drafts(cache: PromptCache, k: int, *, plain: bool, adaptive: bool, as
 
 
 def forced_drafts(cache: PromptCache, *, plain: bool, asked: int | None) -> int:
-    """Return the maximum drafts of a grammar per cycle, 0 for none. asked: grammar_drafts; None: unless plain.
+    """Return the maximum drafts of a grammar per cycle, 0 for none. asked: grammar_drafts.
 
-    Raises ValueError if it is out of range; mlx-lm's caches allow only 0.
+    None means GRAMMAR_DRAFTS, but 0 with plain decoding or mlx-lm's caches. Raises ValueError unless `asked` is None
+    or an int from 0 to GRAMMAR_DRAFTS; mlx-lm's caches allow only 0.
     """
     most = 0 if cache.is_mlx_lm else GRAMMAR_DRAFTS
     if asked is None:
@@ -85,7 +86,10 @@ def kernels_of(model: Target) -> tuple[str, ...]:
 
 
 def learned(model: Target) -> Learned:
-    """Return the measured costs of a model with the kernels that are on now; a change of kernels starts others."""
+    """Return the measured costs of a model's cycles with the kernels that are on now.
+
+    After a change of kernels they are replaced by those that earlier generations stored for the new kernels, if any.
+    """
     runtime, lines = model.runtime, kernels_of(model)
     if runtime.learned is None or runtime.learned.kernels != lines:
         shapes, kernels = shapes_of(model), "; ".join(lines)

@@ -97,7 +97,7 @@ def growth(model: Target, blank: PromptCache, context: int) -> float:
         return max(1.0, multiply_adds(model, blank, context, SAMPLE) / first)
     twice = multiply_adds(model, blank, 2 * SAMPLE, 2 * SAMPLE)
     attention = max(0, twice - 2 * first) / 2  # of SAMPLE rows that attend to SAMPLE positions
-    return 1 + attention * (context / SAMPLE - 1) / first
+    return 1 + attention * max(0, context / SAMPLE - 1) / first
 
 
 def multiply_adds(model: Target, blank: PromptCache, context: int, rows: int) -> int:

@@ -16,7 +16,7 @@ class Run(NamedTuple):
     accepted: int32 [n], number of accepted drafts: rows 0..accepted are kept, tokens[accepted] is the newest token.
               -1 for a free slot. None in the input of a step if R is 1.
     drafts:   [n, R-1] int32, the verified drafts; None if there were none.
-    packed:   tokens, and if there were drafts accepted as a last column: what the host reads.
+    packed:   what the host reads: `tokens`, and unless `drafts` is None one more column, `accepted`.
     logprobs: [R, V] of each sequence that requested them, for the host.
     """
 

@@ -94,7 +94,7 @@ def find_clang() -> tuple[list[str], list[str], str]:
             raise ValueError(f"MLX_MTP_CLANG is {chosen!r}; it must be a clang of version {OLDEST_CLANG} or newer")
     if zig := find_zig():
         return [zig, "clang"], [zig, "ld.lld", "-shared"], version_of(zig, "clang")
-    raise ValueError(f"no clang {OLDEST_CLANG} or newer: {INSTALL}, or set MLX_MTP_CLANG")
+    raise ValueError(f"no clang {OLDEST_CLANG} or newer: {INSTALL}, or set MLX_MTP_CLANG to one")
 
 
 def clang_major(version: str) -> int:

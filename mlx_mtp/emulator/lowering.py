@@ -31,7 +31,7 @@ def _blanked(text: str) -> str:
 
 
 def _line_of(text: str, at: int) -> str:
-    """Return `file:line` of an index in preprocessed text."""
+    """Return `file:line` of an index in preprocessed text, by the last line marker before that index."""
     *_, last = _LINE.finditer(text, 0, at)
     return f"{last[2]}:{int(last[1]) + text.count(chr(10), last.end(), at) - 1}"
 
@@ -106,7 +106,8 @@ def lower_threadgroup(text: str) -> str:
         if end > 0:
             storage = _storage(text[last:end])
             if not storage:
-                raise CompileError(f"{_line_of(text, last)}: `threadgroup{text[last:end]}` cannot be parsed")
+                declared = f"{_line_of(text, last)}: the declaration `threadgroup{text[last:end]}`"
+                raise CompileError(f"{declared} cannot be parsed; expected `threadgroup T name[n];`")
             out.append(storage + "\n" * text.count("\n", last, end))
             last = end + 1
     return _merge_members("".join([*out, text[last:]]))

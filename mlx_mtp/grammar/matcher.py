@@ -90,7 +90,7 @@ class Matcher:
         if self._parser.is_error():
             raise self._error()
         if (seconds := thread_time() - tic) > MASK_SECONDS:
-            raise self._error(f"a mask took {seconds:.1f} s; the limit is {MASK_SECONDS} s")
+            raise self._error(f"a mask took {seconds:.1f} s; the limit is {MASK_SECONDS} s: use a simpler grammar")
         own = self._mask.size
         mask[:own], mask[own:] = self._mask, 0
 

@@ -7,7 +7,10 @@ from .kept import Kept
 
 
 class Vocabulary:
-    """llguidance's tokenizer `own`, and `parsers`: its matchers of grammars by their texts. For any thread."""
+    """What is kept for a tokenizer. Any thread may use it.
+
+    own: llguidance's tokenizer. parsers: the results of `parser`, by the text of their grammar.
+    """
 
     def __init__(self, own: Any):
         self.own, self.parsers = own, Kept()

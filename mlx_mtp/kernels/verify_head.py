@@ -153,7 +153,7 @@ def _check(x: mx.array, weights: Weights, bias: Maybe) -> None:
     elif weights.ndim != 2 or x.shape[1] != weights.shape[1]:
         raise ValueError(f"x has shape {x.shape} and the weights {weights.shape}; they must be (M, K) and (N, K)")
     if bias is not None and bias.shape != (_columns(weights),):
-        raise ValueError(f"bias has shape {bias.shape}; it must be ({_columns(weights)},), a value per token")
+        raise ValueError(f"bias has shape {bias.shape}; it must be ({_columns(weights)},), one per row of weights")
 
 
 def verify_head(x: mx.array, weights: Weights, bias: Maybe = None, *, split: bool = False) -> mx.array:

@@ -174,14 +174,15 @@ def verify_moe(
 ) -> mx.array:
     """Return the weighted sum of the experts that x [M, H] visits by its logits [M, E]: [M, H] in x's dtype.
 
-    `bias` [E] affects a sigmoid's selection; `limit` is the maximum of silu(gate), and up is clipped to -limit..limit
-    (not without a gate); `shared` [M, H] is added last, multiplied with sigmoid(shared_gate [M, 1]) if that is given.
+    `bias` [E] affects a sigmoid's selection; `limit`, allowed only with a gate, is the maximum of silu(gate), and up
+    is clipped to -limit..limit; `shared` [M, H] is added last, multiplied with sigmoid(shared_gate [M, 1]) if that is
+    given.
 
     On Metal, up to 16 rows, 512 experts, 32 groups and a top_k of 32 take three launches. Each distinct expert's
-    weights are requested once per 8 rows that visit it (with `split` per 2, of `down` per 4). A product has the bits
-    of MLX's gather_qmv, and a row those that it has alone. For other sizes, types or formats, and elsewhere, the
-    reference runs. Raises ValueError if x, logits or the routing do not fit the experts, and for a bias with softmax,
-    a limit without a gate, or a shared_gate without `shared`.
+    weights are requested once per 8 rows that visit it; with `split`, gate and up once per 2, and down once per 4. A
+    product has the bits of MLX's gather_qmv, and a row those that it has alone. For other sizes, types or formats,
+    and elsewhere, the reference runs. Raises ValueError if x, logits or the routing do not fit the experts, and for a
+    bias with softmax, a limit without a gate, or a shared_gate without `shared`.
     """
     check_columns(x, experts.up)
     rows, count = x.shape[0], experts.up.w.shape[0]

@@ -135,7 +135,7 @@ def is_blocks(module: Any) -> bool:
 
 
 def block_kind(module: Any) -> type | None:
-    """Return the class in a block format for a module of exactly an unquantized class in KINDS, else None."""
+    """Return the block-format class in KINDS for a module's own class, None if KINDS has none; bases do not count."""
     return KINDS.get(type(module))
 
 

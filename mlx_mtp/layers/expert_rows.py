@@ -30,7 +30,10 @@ class NumberedRows(QuantizedSwitchLinear):
     """`QuantizedSwitchLinear` without `bias` that passes row indices to MLX."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        """Multiply rows x [..., 1, K] by the matrices of `indices` [...]: [..., 1, N]."""
+        """Multiply rows x [..., 1, K] by the matrices of `indices` [...]: [..., 1, N].
+
+        sorted_indices: whether `indices` ascend; row indices are then not passed.
+        """
         if sorted_indices:  # given row indices, MLX would not use its kernel for sorted rows
             return super().__call__(x, indices, sorted_indices)
         return mx.gather_qmm(

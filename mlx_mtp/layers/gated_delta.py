@@ -23,8 +23,8 @@ class GatedDelta:
 
     A port whose module projects differently overrides `inputs` and, if needed, `grouped`.
     verify_rows: row counts at which kernels (`fused`) replace mlx-lm's functions (`plain`) between the projections.
-    A tape holds k, v, a, b of its rows and the gates g and beta, or the state after each row. `fused` and `plain`
-    both read tapes of either kind.
+    A tape is either the arrays k, v, a, b, g and beta of its rows (g and beta are the gates, computed from a and b),
+    or one array, the state after each row. `fused` and `plain` both read tapes of either kind.
     Most submodules are read by key, because an attribute lookup costs 0.4 us more.
     Shapes: C channels of the convolution, Hk and Hv key and value heads, of Dk and Dv values.
     """

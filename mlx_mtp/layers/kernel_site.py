@@ -26,9 +26,10 @@ def format_of(module: Any) -> str:
 
 
 def known_format(module: Any, *, scaled: bool = False) -> bool:
-    """Return whether kernels support a module's format, or it is unquantized; False if it has a global scale.
+    """Return whether kernels support a module's format; an unquantized module counts as supported.
 
-    scaled: whether an output scale is supported.
+    False if the module has a `global_scale` or, unless `scaled`, an output scale. scaled: whether the caller's kernel
+    applies output scales.
     """
     form = "scales" not in module or served(module.mode, module.bits, module.group_size)
     return form and module.get("global_scale") is None and (scaled or module.get(SCALE) is None)

@@ -99,7 +99,10 @@ class Mamba2:
         return mx.concatenate(outputs, axis=1), state
 
     def _replay(self: Any, state: mx.array, mask: mx.array, x: mx.array, B: mx.array, dt: mx.array) -> mx.array:
-        """Return the state after those rows of a tape that `mask` keeps; there is no output, because it needs C."""
+        """Return the state after the rows of a tape for which `mask` [n, S] is True; `state` is that before them.
+
+        x, B, dt: the tape, with dt before its softplus. Outputs, which would need C, are not computed.
+        """
         return self._stepped(state, x, B, B, dt, mask=mask)[1]
 
 

@@ -193,9 +193,9 @@ def compare(reference: Reference, way: Way, into: Comparison) -> list[int]:
 
 
 def compare_one_pass(reference: Reference, into: Comparison) -> None:
-    """Add to a comparison the positions at which one pass over the plain output has another greedy token.
+    """Add to a comparison each output position whose token is not the greedy token of one pass over the output.
 
-    It uses no drafts, but other caches and numbers of rows than decoding.
+    The pass uses no drafts; its caches and its number of rows are not those of decoding.
     """
     start, way = len(reference.prompt.tokens), Way(into.way, {})
     predicted = reference.one_pass.predicted[start - 1 : -1]

@@ -53,7 +53,7 @@ class GatedDeltaNet(GatedDelta, qwen3_5.GatedDeltaNet):
 
 
 class Attention(AxesAttention, Qwen3NextAttention):
-    """mlx-lm's attention, but rows are rotated to the cache's `position`, which pictures change."""
+    """mlx-lm's attention, but RoPE uses the cache's `position`, which pictures can make different from `offset`."""
 
 
 class Model(Port, qwen3_5.Model):

@@ -38,7 +38,7 @@ def image_size(data: bytes) -> tuple[int, int]:
     """Return the (height, width) in pixels that a picture's file states; ValueError if `read_head` returns None."""
     head = read_head(data)
     if head is None:
-        raise ValueError(f"no {FORMATS.replace('and', 'or')} picture")
+        raise ValueError(f"the data are not a {FORMATS.replace('and', 'or')} picture")
     return head.height, head.width
 
 

@@ -107,7 +107,9 @@ def places_in(tokens: Sequence[int]) -> Places:
         if height > MOST or (row + len(present) < count and len(present) < height * width):
             raise ValueError(f"tokens: the picture at token {row} is incomplete, or is none")
         if present != list(islice(cycle(words), len(present))) or max(words) >= 0:
-            raise ValueError(f"tokens: the picture at token {row} is not followed by its own rows")
+            raise ValueError(
+                f"tokens: the picture at token {row} is not followed by its other rows; expected `Picture.tokens`"
+            )
         found.append(Place(row, height, width, words))
         row += len(present)
     return tuple(found)

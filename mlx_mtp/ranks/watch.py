@@ -143,9 +143,9 @@ class Watch:
         self.peers = {}
 
     def _accept(self, end: float) -> None:
-        """Accept connections until every other rank has sent its number; then set `met`, on the others too.
+        """Accept connections until every other rank has sent its rank number; then set `met` on all ranks.
 
-        If a rank has not sent it by `end`, a time.monotonic(), this process ends.
+        If a number is missing at `end`, a time.monotonic(), this process and the connected ranks end.
         """
         with socket.create_server(self.meeting, backlog=self.size) as server:
             server.settimeout(POLL)

@@ -214,7 +214,8 @@ class Splitter:
     def _read_calls(self, complete: bool | None) -> list[Part] | None:
         """Return the calls at the start of the text once the answer has ended; None before.
 
-        With one_call return the first one, once a second one starts. If no call can be read, return `_no_call`.
+        With one_call return the first call alone, at the answer's end or once a second call starts. If no call can be
+        read at the end, return the parts that `_no_call` returns. complete: as in `_advance`.
         """
         assert self._format
         if complete is None:

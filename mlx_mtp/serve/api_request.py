@@ -58,7 +58,8 @@ class ApiRequest:
 
     api: one of `field_table.APIS`. requests: one per choice. warnings: about fields and parts that have no effect.
     stream: the client requests a stream: server-sent events, in Ollama's API lines of JSON. Its text is that of
-    `begin` (once), `part` and `finish` (of each choice) and `close`, or of `failed` after a failure.
+    `begin` (once), then of `prefilled`, `part` and `finish` for each choice, then of `close` (once). A failure ends
+    the stream with the text of `failed`.
     waiting: the start of a stream without an event in the first `app.PATIENCE` seconds, "" for none. keep_alive: text
     after each later pause of `app.SILENCE` seconds. whole: the JSON body of a response that is not streamed.
     begun: time.monotonic() at which the body had arrived. load_seconds: from then until the model was ready for it.

@@ -140,7 +140,7 @@ def _with_one_system_turn(conversation: Conversation) -> Conversation:
 
 
 def _with_neighbours_joined(conversation: Conversation) -> Conversation:
-    """Merge adjacent messages of the same role, except `tool`, after dropping answers without content and calls."""
+    """Drop answers with neither content nor tool calls, then merge adjacent messages of one role, except `tool`."""
     given = conversation.messages
     messages = [m for m in given if m["role"] != "assistant" or m.get("content") or m.get("tool_calls")]
     for role in ("system", "user", "assistant"):

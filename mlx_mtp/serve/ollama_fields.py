@@ -27,9 +27,9 @@ PIECE = re.compile(r"(\d+(?:\.\d+)?)([a-zµ]+)")
 def as_openai(body: dict[str, Any], warnings: list[str]) -> dict[str, Any]:
     """Return fields of chat completions for a body of `/api/chat` or `/api/generate`.
 
-    These are the model, the switch of reasoning, stream (by default true) and the options in SAMPLING, with unchecked
-    values; messages, prompt, tools and format are not converted. warnings: appended to, for unknown fields and
-    options. Raises Refused for a field in REFUSED that is not empty, and for `options` that is no object.
+    These are the model, the switch of reasoning, stream (by default true) and the options in SAMPLING; none of their
+    values is checked. Messages, prompt, tools and format are not converted. warnings: appended to, for unknown fields
+    and options. Raises Refused for a field in REFUSED that is not empty, and for `options` that is no object.
     """
     for name, reason in REFUSED.items():
         if body.get(name):

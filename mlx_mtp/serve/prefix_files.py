@@ -109,7 +109,8 @@ class PrefixFiles:
     def _write(self, tree: PrefixTree, path: list[Chunk], leaf: Chunk) -> Iterator[int]:
         """Write a sequence to a file, a piece before each yield, then remove the files that it replaces.
 
-        Writes nothing if there is no room. Raises Outgrown, and leaves no file, if `leaf` gets another chunk.
+        Writes nothing if the file does not fit in `limit` (`_make_room`). Raises ValueError if the disk is too full;
+        Outgrown, and leaves no file, if between two pieces `leaf` gets a child that is not a tail.
         """
         tokens, resumable = _tokens(path), _resumable(path)
         file = self.directory / _name(tree.identity, tokens)

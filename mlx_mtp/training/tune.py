@@ -171,9 +171,10 @@ def _check_model(model: Any, *, new: bool) -> None:
 def _texts(
     model: Any, tokenizer: Any, texts: Iterable[Given] | None, settings: Settings, recording: Recording
 ) -> Iterator[Text]:
-    """Yield the given texts from the first on, with answers, or if `texts` is None the model's own.
+    """Yield the given texts, with the model's answers to prompts among them, as in `answered`.
 
-    Their seed is that of the settings plus the number of recorded documents.
+    If `texts` is None, yield prompts and answers of the model instead, as in `own_texts`, whose seed is that of the
+    settings plus the number of recorded documents.
     """
     if texts is None:
         yield from own_texts(model, tokenizer, DOCUMENT, settings.seed + len(recording.documents))

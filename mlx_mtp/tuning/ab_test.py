@@ -184,7 +184,7 @@ def _spoiled(rows: int, draw: int) -> list[bool]:
 def _compare(ours: Op, x: mx.array, expected: Sequence[mx.array], rows: Sequence[int], how: str) -> None:
     """Raise WrongKernel if ours(x) raises, has other shapes or types than expected, or one of `rows` other bits.
 
-    Any two NaN are equal. how: end of the message "row 2 of 4 ...".
+    Any two NaN are equal. how: the text after "row 2 of 4" in the message.
     """
     outputs = _of_kernel(ours, x)
     kinds = [[(a.shape, str(a.dtype)) for a in arrays] for arrays in (outputs, expected)]

@@ -177,9 +177,10 @@ def switch_all_off(model: Any, reason: str) -> None:
 
 
 def failed_kernels(model: Any) -> list[Failed]:
-    """Return the kernels of a model that do not compile or run, found by its trials or by a graph.
+    """Return a model's kernels that are off because they did not compile or run, in a trial or in a generation.
 
-    One entry per op, shape and reason, with all its row counts.
+    If the failed kernel of a generation's graph is unknown, these are all that were on, or all of its op. One entry
+    per op, shape and reason, with all its row counts.
     """
     trials = model.runtime.trials
     verdicts = {} if trials is None else trials.all_verdicts

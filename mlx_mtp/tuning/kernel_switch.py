@@ -127,7 +127,10 @@ class ModelTrials:
 
     @classmethod
     def of_sites(cls, model: Port, sites: Sequence[Site]) -> "ModelTrials":
-        """Return the trials of sites that were switched on without any, with verdicts that match the sites."""
+        """Return trials, of which none has run, for sites whose kernels were switched on or off without trials.
+
+        Their verdicts state whether each kernel is on now. Trials above eight rows are included.
+        """
         found = cls(model, sites)
         found.add_more_rows()
         on = {(site.op, _typed(site.shape, found.dtype), m) for site in sites for m in site.rows}

@@ -81,10 +81,10 @@ def decide(
 
 
 def check_spellings(trial: KernelTrial) -> str | None:
-    """Return why a kernel is wrong, or None.
+    """Check a kernel, if necessary with other spellings of its multiply-adds; return why it is wrong, or None.
 
-    If only its bits differ, other spellings of its multiply-adds are tried; one with MLX's bits is used for its op
-    from now on.
+    Other spellings are tried only if nothing but its bits differs from MLX. The first one with MLX's bits is then
+    used for all kernels of the trial's op, and the result is None.
     """
     wrong = check(trial)
     if wrong is None:

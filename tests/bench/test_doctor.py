@@ -264,7 +264,7 @@ def test_without_a_clang_kernels_are_not_checked_and_nothing_is_wrong(no_clang, 
 def test_without_a_clang_commands_that_emulate_name_the_extra(no_clang, command):
     line = command_line.one_line_error(command_line.call(*command))
     assert line.startswith("error: no clang 16 or newer: pip install -e '.[emulate]'")
-    assert line.endswith(", or set MLX_MTP_CLANG")
+    assert line.endswith(", or set MLX_MTP_CLANG to one")
 
 
 def test_a_ziglang_without_its_program_is_no_clang(no_clang, monkeypatch, tmp_path):

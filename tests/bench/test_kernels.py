@@ -160,7 +160,7 @@ def test_traffic_is_that_of_one_call():
     row = 512 * 2  # bytes of a row
     assert [(a["rows"], a["launches"], a["written"]) for a in found] == [(1, 1, 2 * row), (2, 1, 4 * row)]
     assert all(a["reread"] == 1 and a["requested"] >= 3 * row for a in found)
-    with pytest.raises(ValueError, match="rows=4: verify_qmm_mma needs at least 5"):
+    with pytest.raises(ValueError, match="rows=4: verify_qmm_mma needs at least 5 rows"):
         list(traffic("verify_qmm_mma", 4))
 
 

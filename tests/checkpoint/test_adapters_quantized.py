@@ -175,7 +175,7 @@ def test_a_quantized_embedding(tmp_path, kind):
     config = {"fine_tune_type": kind, "num_layers": 2, "lora_parameters": {**DORA, **keys}}
     adapter = save(tmp_path / "adapter", config, "adapters.safetensors", tensors)
     if kind == "dora":
-        with pytest.raises(ValueError, match=f"DoRA of {name}, a quantized embedding, is not supported"):
+        with pytest.raises(ValueError, match=f"DoRA of {name}, a quantized embedding, is not supported; load"):
             _adapted(load_model(path), adapter)
         return
     expected = merged(tmp_path / "merged", weights, {name: 1.5 * a @ b})(TOKENS)

@@ -43,7 +43,7 @@ def test_a_list_for_another_model(tmp_path):
     assert (listed.tokens, listed.vocab_size) == ((1, 3), 13)
     listed.check(13, Words())
     listed.check(13)
-    with pytest.raises(ValueError, match=r"v\.json: made for 13 tokens; the model has 14"):
+    with pytest.raises(ValueError, match=r"v\.json: made for a vocabulary of 13 tokens; the model has 14; make"):
         listed.check(14, Words())
     with pytest.raises(ValueError, match=r"v\.json: made with another tokenizer, \w{12}; the model's is \w{12}"):
         listed.check(13, Words(first="b"))

@@ -17,6 +17,7 @@ from sweep import sampled
 import mlx_mtp
 from mlx_mtp.checkpoint.convert import convert
 from mlx_mtp.checkpoint.inspect import inspect_checkpoint
+from mlx_mtp.checkpoint.quant_methods import method_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 MODULE = "model.layers.1.self_attn.q_proj"
@@ -188,6 +189,14 @@ def test_a_damaged_file_of_modelopts(tmp_path):
     for text in ("{", "[]", '{"quantization": 3}'):
         (path / "hf_quant_config.json").write_text(text)
         refused(path, f"{path}/hf_quant_config.json: ")
+
+
+def test_the_method_in_a_config_does_not_depend_on_the_current_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for text in ("{", '{"quantization": {"quant_method": "awq"}}'):
+        (tmp_path / "hf_quant_config.json").write_text(text)
+        assert method_of({}) is None
+        assert method_of({"text_config": {"quantization_config": {"quant_method": "gptq"}}}) == "gptq"
 
 
 @pytest.mark.parametrize("name", ["gptq", "ue8m0 128"])

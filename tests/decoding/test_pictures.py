@@ -235,7 +235,7 @@ def test_text_has_the_operations_of_a_model_that_knows_no_pictures(models, tmp_p
     [
         (([5], A, [6], B), [A], {}, r"picture 2 of the prompt, .* is not among them"),
         (([5], A, [6], TWIN), [A, B], {}, r"picture 2 of the prompt, .* is not among them"),
-        (([5], A.tokens[:-1], [6]), [A], {}, "the picture at token 1 is not followed by its own rows"),
+        (([5], A.tokens[:-1], [6]), [A], {}, "the picture at token 1 is not followed by its other rows"),
         (([5], A.tokens[:-1]), [A], {}, "ends inside picture 1"),
         (([5, -7],), [A], {}, r"picture 1 of the prompt, .* is not among them"),
         (([5, -(2**63) - 1],), [A], {}, "prompt: "),

@@ -195,4 +195,5 @@ def test_models_with_mlx_lms_own_caches_count_attention_too():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill_chunk, "multiply_adds", work)
         found = growth(None, blank, 8192)
+        assert [growth(None, blank, context) for context in (SAMPLE // 2, SAMPLE)] == [1.0, 1.0]
     assert found == pytest.approx((per_row + per_pair * 8192) / (per_row + per_pair * SAMPLE))

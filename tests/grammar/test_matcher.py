@@ -132,7 +132,8 @@ def test_a_slow_mask_is_an_error_that_states_the_limit(monkeypatch):
     matcher.follow([3])
     monkeypatch.setattr("mlx_mtp.grammar.matcher.MASK_SECONDS", -1.0)
     with pytest.raises(
-        grammar.GrammarError, match=r"grammar: a mask took \d\.\d s; the limit is -1.0 s \(after 1 tok"
+        grammar.GrammarError,
+        match=r"grammar: a mask took \d\.\d s; the limit is -1.0 s: use a simpler grammar \(after 1 t",
     ) as e:
         matcher.fill(np.full((1, 1), -1, np.int32))
     assert "\n" not in str(e.value)

@@ -279,7 +279,7 @@ def test_the_stated_size_is_the_size(form):
             data = saved(NOISE.resize(size), form, **options)
             assert read_head(data) == (form, size[1], size[0])
             assert image_size(data) == size[::-1]
-    with pytest.raises(ValueError, match="no PNG, JPEG, WEBP or GIF picture"):
+    with pytest.raises(ValueError, match="the data are not a PNG, JPEG, WEBP or GIF picture"):
         image_size(b"")
 
 

@@ -43,7 +43,11 @@ def of_port(model: Port, float_bytes: int | None = None) -> ModelOps:
 
 
 def kind_of(ops: tuple[Op, ...]) -> str:
-    """Return the kind of layer in launches.csv that is most similar to one with these operations."""
+    """Return the kind in launches.csv whose number of launches is assumed for a layer with these operations.
+
+    With a recurrence "qwen delta", with latent attention "deepseek", else "glm", each with " experts" if the layer
+    has experts. Without them "deepseek" and "glm" have " dense".
+    """
     kinds = {type(op) for op in ops}
     experts = " experts" if ExpertsOp in kinds else ""
     if StateOp in kinds:

@@ -140,7 +140,7 @@ class LayerOps:
 
 @dataclass(frozen=True)
 class DraftHeadOps:
-    """A depth of the MTP heads: the projection of its inputs and its block, and the LM head that it drafts with."""
+    """One MTP head. block: the operations of its input projection and of its layer. lm_head: for its drafts."""
 
     block: LayerOps
     lm_head: LinearOp

@@ -124,7 +124,10 @@ def gap_table(found: Found) -> Table:
 
 
 def links_table(found: Found) -> Table:
-    """Return a table of the messages between ranks in a cycle, and their predicted time."""
+    """Return a table of the messages between ranks in a plain step and in cycles, one line per number of rows.
+
+    Columns: the number of collectives, the kB that a rank sends, and the predicted ms over each of LINKS.
+    """
     lines = found["links"]
     title = f"predicted, not measured: {found['model']['name']} on {lines[0]['ranks']} ranks, a cycle's messages"
     caption = "; ".join(f"{link.name}: {link.source}" for link in LINKS)
@@ -160,7 +163,10 @@ def drafters_table(found: Found) -> Table:
 
 
 def kernels_table(found: Found) -> Table:
-    """Return a table of the savings of each kind of kernels in a pass of stock MLX."""
+    """Return a table of the predicted ms that kernels save in a pass of stock MLX, and their share of that pass.
+
+    It has a line for each kind of kernel that saves time, alone, and one for all together; columns are row counts.
+    """
     rows = sorted({line["rows"] for line in found["kernels"]})
     title = f"predicted savings in a pass of stock MLX on {found['chip']['name']}, ms"
     caption = "each kind alone, and all together; in brackets the share of the pass; not yet timed on a Mac"

@@ -185,7 +185,7 @@ def make_plan(source: GGUFSource, options: Options) -> list[Parameter]:
 
 
 def _packed(entries: tuple[Entry, ...], change: Change, options: Options) -> Form | None:
-    """Return the block format of a parameter's matrices with the plan "packed", else None.
+    """Return the block format that stores a parameter's matrices, or None if `options.plan` is not "packed".
 
     None also for tensors of several types or of one outside PACKED, for changed values, and for another order of
     columns than the file's; columns of IQ4_NL may be reordered in whole groups of 32.

@@ -42,7 +42,7 @@ class Arrays:
 
     @property
     def by_row(self) -> bool:
-        """Whether the factor is one number per row."""
+        """Whether `factor` has one number per row; False if it is None."""
         return self.factor is not None and self.factor.shape == self.words.shape[:-1]
 
     def factor_of_rows(self) -> mx.array:

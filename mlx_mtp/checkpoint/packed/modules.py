@@ -102,7 +102,7 @@ class Found:
         return ValueError(refusal(self.path, self.settings.name(self.module), found, names))
 
     def stored(self, suffix: str) -> str:
-        """Describe a tensor for a message: its name, type and shape."""
+        """Describe the module's tensor with this suffix for a message: its name, type and shape."""
         tensor = self.parts[suffix]
         return f"tensor {self.module}.{suffix} has type {tensor.dtype} and shape {tensor.shape}"
 

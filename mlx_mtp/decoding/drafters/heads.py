@@ -110,7 +110,7 @@ def _recycled(model: Target, cache: StepCache, row: mx.array, last: Choice, k: i
 
 
 def _put(tokens: mx.array, index: mx.array, token: mx.array) -> mx.array:
-    """Return tokens [n, R + 1]: `tokens` [n, R] with each sequence's `token` [n, 1] at its index, int32 [n]."""
+    """Return `tokens` [n, R] with one more column, and with `token` [n, 1] written over column `index`, int32 [n]."""
     longer = mx.concatenate([tokens, token], axis=1)
     index = index if index.size == 1 else index[:, None]
     return mx.where(mx.arange(longer.shape[1]) == index, token, longer)

@@ -102,9 +102,10 @@ def scaled(parameters: Config) -> bool:
 
 
 def usual(config: Config) -> Config | None:
-    """Return the default rotary parameters in `config`, transformers' defaults for a family; None if these have none.
+    """Return the rotary parameters of a family's default config in transformers, with theta; None if it has none.
 
-    An empty config, of a family that transformers lacks, gives a theta of 10,000.
+    config: that default config. Theta is 10,000 if it states none. {} is a family that transformers lacks, and gives
+    this theta alone.
     """
     parameters = config.get("rope_parameters") or {}
     if config and not parameters:

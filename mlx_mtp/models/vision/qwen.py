@@ -56,9 +56,9 @@ def read_sizes(config: dict) -> Any:
     if vision.get("deepstack_visual_indexes"):
         raise ValueError("deepstack_visual_indexes: features of inner blocks are not supported; expected none")
     if (act := vision.get("hidden_act", "gelu_pytorch_tanh")) != "gelu_pytorch_tanh":
-        raise ValueError(f"hidden_act is {act!r}; supported is 'gelu_pytorch_tanh'")
+        raise ValueError(f"vision_config: hidden_act is {act!r}; supported is 'gelu_pytorch_tanh'")
     if found.hidden_size % (4 * found.num_heads):
-        shape = f"hidden_size is {found.hidden_size} and num_heads {found.num_heads}"
+        shape = f"vision_config: hidden_size is {found.hidden_size} and num_heads {found.num_heads}"
         raise ValueError(f"{shape}; expected a hidden_size that is a multiple of {4 * found.num_heads}")
     return found
 

@@ -50,7 +50,10 @@ class Pixels:
         return 1, resized[0] // self._factor, resized[1] // self._factor
 
     def patches(self, pixels: np.ndarray, grid: tuple[int, int, int]) -> np.ndarray:
-        """Return the tower's input, float32 [patches, n]: RGB pixels [height, width, 3], resized to fill `grid`."""
+        """Return the tower's input, float32 [patches, values of a patch], from RGB pixels [height, width, 3].
+
+        They are resized to fill `grid`, which is as `grid` returns it: (1, height, width) in rows of the prompt.
+        """
         height, width = (side * self._factor for side in grid[1:])
         image = pillow().fromarray(pixels).resize((width, height), self._processor.resample)
         lines = max(1, BAND // (width * self._factor)) * self._factor

@@ -161,6 +161,9 @@ def layouts_of(tokenizer: Any, format: CallFormat) -> tuple[Layout, ...]:
     found = () if format == HARMONY else rendered_layouts(tokenizer, format)
     found = found or DEFAULTS.get(format)
     if not found:
-        raise ValueError("the chat template renders no tool calls that can be read, so their exact text is unknown")
+        raise ValueError(
+            "no calls can be read in what the chat template renders, so no grammar of calls can be made; leave out "
+            "strict, a forced tool_choice and the response format"
+        )
     leads = LEADS.get(format, ()) if frames_of(tokenizer) else ()
     return tuple(layout._replace(leads=leads) for layout in found)

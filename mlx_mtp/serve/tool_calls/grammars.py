@@ -179,9 +179,10 @@ class CallWriter:
             raise ValueError(f"tool {name!r}: {e}") from None
 
     def _written(self, layout: Layout, name: str, strict: bool) -> str:
-        """Return the body of arguments that are not one JSON object. strict: they must fit the schema.
+        """Return the body of a tool's arguments in a format that does not write them as one JSON object.
 
-        Otherwise any declared arguments with any values. Raises ValueError.
+        strict: the arguments must fit the schema; otherwise any declared arguments are allowed, with any values.
+        Raises ValueError for a strict schema, or a parameter's name, that cannot be written in this format.
         """
         tools, format = self._offer.tools, self._format
         properties, required = tools.properties(name), set(tools.parameters(name).get("required", ()))
