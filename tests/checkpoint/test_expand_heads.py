@@ -29,9 +29,12 @@ def test_quantized_heads_become_float32(released, tmp_path, monkeypatch):
     model, stored = mlx_mtp.load_model(path), mlx_mtp.load_model(path, kernels="off")
     mine, theirs = (m.mtp[0].block.mlp.up_proj for m in (model, stored))
     wide = mx.dequantize(theirs.weight, theirs.scales, theirs.biases, group_size=theirs.group_size, bits=theirs.bits)
-    assert type(mine) is nn.Linear and type(theirs) is nn.QuantizedLinear
-    assert mine.weight.dtype == mx.float32 and mx.array_equal(mine.weight, wide)
-    assert "expanded to float32 for the CPU" in str(model.report) and "expanded" not in str(stored.report)
+    assert type(mine) is nn.Linear
+    assert type(theirs) is nn.QuantizedLinear
+    assert mine.weight.dtype == mx.float32
+    assert mx.array_equal(mine.weight, wide)
+    assert "expanded to float32 for the CPU" in str(model.report)
+    assert "expanded" not in str(stored.report)
     assert model.report.head_bytes > stored.report.head_bytes
     assert tokens(model, 2) == tokens(stored, 2) == tokens(model, 0)
 
@@ -48,4 +51,5 @@ def test_other_heads_keep_their_format(released, tmp_path, monkeypatch, least, o
     monkeypatch.setattr(expand_heads, "LEAST", least)
     model = mlx_mtp.load_model(convert(released, tmp_path / "new", **options, **IN_8_BITS).path)
     assert type(model.mtp[0].block.mlp.up_proj) is nn.QuantizedLinear
-    assert "8-bit affine g32" in str(model.report) and "expanded" not in str(model.report)
+    assert "8-bit affine g32" in str(model.report)
+    assert "expanded" not in str(model.report)
