@@ -1,4 +1,4 @@
-"""Follow an answer through its grammar: masks of allowed tokens, and the tokens that must follow."""
+"""Follow an answer through its grammar: masks of allowed tokens, and the tokens that must or probably follow."""
 
 from collections.abc import Sequence
 from time import perf_counter, thread_time
@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from .habits import Habits
 from .library import MASK_SECONDS
 
 
@@ -41,6 +42,7 @@ class Matcher:
 
     def _renew_twins(self) -> None:
         self._twins, self._unfollowed = [style.deep_copy() for style in self._styles], list[int]()
+        self._habits, self._asked, self._drafts = Habits(), 0, list[int]()
 
     def follow(self, tokens: Any) -> None:
         """Follow an answer's new tokens; `tokens` are all, the prompt's too. GrammarError if one is forbidden."""
@@ -52,6 +54,8 @@ class Matcher:
         if self._parser.try_consume_tokens([*new]) < len(new):
             raise self._error("the answer's tokens do not fit the grammar")
         self._unfollowed += new  # by the twins, until they are needed
+        self._habits.learn(new)
+        self._asked = 0
 
     def fill(self, masks: np.ndarray, drafts: Sequence[int] = (), known: int = 0) -> int:
         """Write into row i of int32 [rows, words] the mask of the tokens allowed after the answer and i drafts.
@@ -73,6 +77,8 @@ class Matcher:
             for row in range(len(masks)):
                 if row >= known:
                     self._fill_row(masks[row])
+                    if self.most:
+                        self._habits.note(row, masks[row], drafts)
                 if row == len(drafts) or not allows(masks[row], drafts[row]):
                     break
                 fits += 1
@@ -95,27 +101,45 @@ class Matcher:
         mask[:own], mask[own:] = self._mask, 0
 
     def drafts(self, most: int) -> list[int]:
-        """Return up to `most` tokens that must follow, or that follow if the text keeps the style of its separators.
+        """Return up to `most` tokens that must follow the answer, or that probably follow it.
 
-        Of these two lists the longer one is returned. Where the answer must end, its last token is an end-of-text
-        token. The tokens are only proposed: masks decide whether each is allowed.
+        Two lists are made, of which the longer one is returned. The first has the tokens that the grammar forces and,
+        where it leaves a choice, the token of `Habits`, if there is one. The second has those that follow if the text
+        keeps the style of its separators. Where the answer must end, its last token is an end-of-text token. The
+        tokens are only proposed: masks decide whether each is allowed.
         """
-        if new := self._unfollowed:
-            self._twins = [twin for twin in self._twins if twin.try_consume_tokens(new) == len(new)]
-            self._unfollowed = []
-        own = self._forced(self._parser, most)
-        twin = self._forced(self._twins[0], most) if self._twins else []
-        return max(own, twin, key=len)
+        if self._asked < most:
+            if new := self._unfollowed:
+                self._twins = [twin for twin in self._twins if twin.try_consume_tokens(new) == len(new)]
+                self._unfollowed = []
+            own = self._continued(self._parser, most, self._habits)
+            twin = self._continued(self._twins[0], most, Habits()) if self._twins else []
+            self._asked, self._drafts = most, max(own, twin, key=len)
+        return self._drafts[:most]
 
-    def _forced(self, parser: Any, most: int) -> list[int]:
-        forced = parser.compute_ff_tokens()[:most]
-        if len(forced) < most:
-            taken = parser.try_consume_tokens(forced)
-            if taken == len(forced) and parser.is_stopped() and not parser.is_error():
-                forced = [*forced, self.eos[0]]
-            if taken and not parser.rollback(taken):
-                raise self._error()
-        return forced
+    def _continued(self, parser: Any, most: int, habits: Habits) -> list[int]:
+        """Return up to `most` tokens after the position of a parser, which stays there: forced ones, and of habits."""
+        found: list[int] = []
+        ahead, mask = parser.deep_copy(), np.zeros(self.words, np.int32)
+        while new := ahead.compute_ff_tokens()[: most - len(found)] or self._habit(ahead, found, habits, mask):
+            found += new
+            if len(found) >= most or new[-1] in self.eos or ahead.try_consume_tokens(new) < len(new):
+                break
+            if ahead.is_stopped() and not ahead.is_error():
+                return [*found, self.eos[0]]
+        return found
+
+    def _habit(self, parser: Any, found: list[int], habits: Habits, mask: np.ndarray) -> list[int]:
+        """Return [the token of `habits`] at the position of a parser, after the tokens `found`; [] if there is none.
+
+        mask: int32 [words], memory for the mask, whose words beyond the tokenizer's are zeros.
+        """
+        before = found[-1] if found else habits.newest
+        if not habits.known(before):
+            return []
+        parser.unsafe_compute_mask_ptr(self._address, self._mask.nbytes)
+        mask[: self._mask.size] = self._mask
+        return [] if parser.is_error() else habits.choice(before, mask)
 
     def _error(self, reason: str = "") -> GrammarError:
         error = self._parser.get_error().strip().partition("\n")[0]
