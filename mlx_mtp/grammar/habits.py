@@ -4,14 +4,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-MOST_ALLOWED = 256  # tokens of a mask; under wider ones, as within a string, choices are seldom repeated
+MOST_ALLOWED, MOST_SHARE = 256, 1 / 32  # tokens of a mask, and their share of all; in strings few choices are repeated
 
 
 class Habits:
     """The last token that an answer chose at each place, which is the token before together with the mask.
 
-    newest: the answer's last token, -1 before the first one. Only choices under masks that were noted, of up to
-    MOST_ALLOWED tokens, are remembered: those of white space, brackets, digits and the words of a list.
+    newest: the answer's last token, -1 before the first one. Only choices under masks that were noted are remembered,
+    and only if a mask allows at most MOST_ALLOWED tokens and at most MOST_SHARE of all: as for white space, brackets,
+    digits and the words of a list.
     """
 
     def __init__(self):
@@ -27,7 +28,8 @@ class Habits:
         """
         if row <= len(self._hashes):
             bits = mask.tobytes()
-            narrow = int.from_bytes(bits, "little").bit_count() <= MOST_ALLOWED
+            allowed = int.from_bytes(bits, "little").bit_count()
+            narrow = allowed <= min(MOST_ALLOWED, MOST_SHARE * 8 * len(bits))
             self._hashes[row:], self._drafts[:] = [hash(bits) if narrow else None], drafts[:row]
 
     def learn(self, new: Sequence[int]) -> None:

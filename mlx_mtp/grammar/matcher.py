@@ -9,6 +9,8 @@ import numpy as np
 from .habits import Habits
 from .library import MASK_SECONDS
 
+MOST_HABITS = 5  # in one list of drafts: each needs a mask, and the last ones are seldom right
+
 
 class GrammarError(ValueError):
     """Raised when a grammar cannot constrain an answer further: work above the limits, or a token it forbids."""
@@ -42,7 +44,7 @@ class Matcher:
 
     def _renew_twins(self) -> None:
         self._twins, self._unfollowed = [style.deep_copy() for style in self._styles], list[int]()
-        self._habits, self._asked, self._drafts = Habits(), 0, list[int]()
+        self._habits, self._asked, self._proposed = Habits(), 0, list[int]()
 
     def follow(self, tokens: Any) -> None:
         """Follow an answer's new tokens; `tokens` are all, the prompt's too. GrammarError if one is forbidden."""
@@ -78,7 +80,7 @@ class Matcher:
                 if row >= known:
                     self._fill_row(masks[row])
                     if self.most:
-                        self._habits.note(row, masks[row], drafts)
+                        self._habits.note(row, masks[row][: self._mask.size], drafts)
                 if row == len(drafts) or not allows(masks[row], drafts[row]):
                     break
                 fits += 1
@@ -103,8 +105,8 @@ class Matcher:
     def drafts(self, most: int) -> list[int]:
         """Return up to `most` tokens that must follow the answer, or that probably follow it.
 
-        Two lists are made, of which the longer one is returned. The first has the tokens that the grammar forces and,
-        where it leaves a choice, the token of `Habits`, if there is one. The second has those that follow if the text
+        The longer of two lists is returned. The first has the tokens that the grammar forces and, where it leaves a
+        choice, what `Habits` remember, at most MOST_HABITS times. The second has the tokens that follow if the text
         keeps the style of its separators. Where the answer must end, its last token is an end-of-text token. The
         tokens are only proposed: masks decide whether each is allowed.
         """
@@ -113,33 +115,30 @@ class Matcher:
                 self._twins = [twin for twin in self._twins if twin.try_consume_tokens(new) == len(new)]
                 self._unfollowed = []
             own = self._continued(self._parser, most, self._habits)
-            twin = self._continued(self._twins[0], most, Habits()) if self._twins else []
-            self._asked, self._drafts = most, max(own, twin, key=len)
-        return self._drafts[:most]
+            twin = self._continued(self._twins[0], most) if self._twins else []
+            self._asked, self._proposed = most, max(own, twin, key=len)
+        return self._proposed[:most]
 
-    def _continued(self, parser: Any, most: int, habits: Habits) -> list[int]:
-        """Return up to `most` tokens after the position of a parser, which stays there: forced ones, and of habits."""
-        found: list[int] = []
-        ahead, mask = parser.deep_copy(), np.zeros(self.words, np.int32)
-        while new := ahead.compute_ff_tokens()[: most - len(found)] or self._habit(ahead, found, habits, mask):
+    def _continued(self, parser: Any, most: int, habits: Habits | None = None) -> list[int]:
+        """Return up to `most` tokens after the place of a parser, which stays there: forced, or remembered ones."""
+        ahead, found, left = parser.deep_copy(), list[int](), MOST_HABITS if habits else 0
+        while True:
+            new = ahead.compute_ff_tokens()[: most - len(found)]
+            if not new and habits and left:
+                new, left = self._remembered(ahead, habits, found), left - 1
             found += new
-            if len(found) >= most or new[-1] in self.eos or ahead.try_consume_tokens(new) < len(new):
-                break
+            if not new or len(found) >= most or new[-1] in self.eos or ahead.try_consume_tokens(new) < len(new):
+                return found
             if ahead.is_stopped() and not ahead.is_error():
                 return [*found, self.eos[0]]
-        return found
 
-    def _habit(self, parser: Any, found: list[int], habits: Habits, mask: np.ndarray) -> list[int]:
-        """Return [the token of `habits`] at the position of a parser, after the tokens `found`; [] if there is none.
-
-        mask: int32 [words], memory for the mask, whose words beyond the tokenizer's are zeros.
-        """
+    def _remembered(self, ahead: Any, habits: Habits, found: Sequence[int]) -> list[int]:
+        """Return [the remembered token] at the place of a parser, behind the tokens `found`; [] if there is none."""
         before = found[-1] if found else habits.newest
         if not habits.known(before):
             return []
-        parser.unsafe_compute_mask_ptr(self._address, self._mask.nbytes)
-        mask[: self._mask.size] = self._mask
-        return [] if parser.is_error() else habits.choice(before, mask)
+        ahead.unsafe_compute_mask_ptr(self._address, self._mask.nbytes)
+        return [] if ahead.is_error() else habits.choice(before, self._mask)
 
     def _error(self, reason: str = "") -> GrammarError:
         error = self._parser.get_error().strip().partition("\n")[0]
