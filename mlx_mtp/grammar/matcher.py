@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from .habits import Habits
+from .earlier_choices import EarlierChoices
 from .library import MASK_SECONDS
 
-MOST_HABITS = 5  # in one list of drafts: each needs a mask, and the last ones are seldom right
+MOST_REPEATED = 5  # earlier choices in one list of drafts: each needs a mask, and the last ones are seldom right
 
 
 class GrammarError(ValueError):
@@ -25,7 +25,7 @@ class Matcher:
     which forbid.
     start: number of tokens before the answer. size: number of the answer's tokens that it has followed.
     most: maximum number of `drafts` in a cycle, 0 for none.
-    stats: an object whose `mask_time` the seconds of `fill` are added to, or None.
+    stats: an object to whose `mask_time` the seconds of masks are added, or None.
     """
 
     def __init__(self, parser: Any, styles: Sequence[Any], eos: tuple[int, ...], words: tuple[int, int]):
@@ -44,7 +44,7 @@ class Matcher:
 
     def _renew_twins(self) -> None:
         self._twins, self._unfollowed = [style.deep_copy() for style in self._styles], list[int]()
-        self._habits, self._asked, self._proposed = Habits(), 0, list[int]()
+        self._earlier, self._asked, self._proposed = EarlierChoices(), 0, list[int]()
 
     def follow(self, tokens: Any) -> None:
         """Follow an answer's new tokens; `tokens` are all, the prompt's too. GrammarError if one is forbidden."""
@@ -56,7 +56,7 @@ class Matcher:
         if self._parser.try_consume_tokens([*new]) < len(new):
             raise self._error("the answer's tokens do not fit the grammar")
         self._unfollowed += new  # by the twins, until they are needed
-        self._habits.learn(new)
+        self._earlier.follow(new)
         self._asked = 0
 
     def fill(self, masks: np.ndarray, drafts: Sequence[int] = (), known: int = 0) -> int:
@@ -80,7 +80,7 @@ class Matcher:
                 if row >= known:
                     self._fill_row(masks[row])
                     if self.most:
-                        self._habits.note(row, masks[row][: self._mask.size], drafts)
+                        self._earlier.note(row, masks[row][: self._mask.size], drafts)
                 if row == len(drafts) or not allows(masks[row], drafts[row]):
                     break
                 fits += 1
@@ -106,7 +106,7 @@ class Matcher:
         """Return up to `most` tokens that must follow the answer, or that probably follow it.
 
         The longer of two lists is returned. The first has the tokens that the grammar forces and, where it leaves a
-        choice, what `Habits` remember, at most MOST_HABITS times. The second has the tokens that follow if the text
+        choice, at most MOST_REPEATED tokens of `EarlierChoices`. The second has the tokens that follow if the text
         keeps the style of its separators. Where the answer must end, its last token is an end-of-text token. The
         tokens are only proposed: masks decide whether each is allowed.
         """
@@ -114,31 +114,34 @@ class Matcher:
             if new := self._unfollowed:
                 self._twins = [twin for twin in self._twins if twin.try_consume_tokens(new) == len(new)]
                 self._unfollowed = []
-            own = self._continued(self._parser, most, self._habits)
+            own = self._continued(self._parser, most, self._earlier)
             twin = self._continued(self._twins[0], most) if self._twins else []
             self._asked, self._proposed = most, max(own, twin, key=len)
         return self._proposed[:most]
 
-    def _continued(self, parser: Any, most: int, habits: Habits | None = None) -> list[int]:
-        """Return up to `most` tokens after the place of a parser, which stays there: forced, or remembered ones."""
-        ahead, found, left = parser.deep_copy(), list[int](), MOST_HABITS if habits else 0
+    def _continued(self, parser: Any, most: int, earlier: EarlierChoices | None = None) -> list[int]:
+        """Return up to `most` tokens after the position of a parser, which stays: forced ones or earlier choices."""
+        ahead, found, left = parser.deep_copy(), list[int](), MOST_REPEATED if earlier else 0
         while True:
             new = ahead.compute_ff_tokens()[: most - len(found)]
-            if not new and habits and left:
-                new, left = self._remembered(ahead, habits, found), left - 1
+            if not new and earlier and left:
+                new, left = self._repeated(ahead, earlier, found), left - 1
             found += new
             if not new or len(found) >= most or new[-1] in self.eos or ahead.try_consume_tokens(new) < len(new):
                 return found
             if ahead.is_stopped() and not ahead.is_error():
                 return [*found, self.eos[0]]
 
-    def _remembered(self, ahead: Any, habits: Habits, found: Sequence[int]) -> list[int]:
-        """Return [the remembered token] at the place of a parser, behind the tokens `found`; [] if there is none."""
-        before = found[-1] if found else habits.newest
-        if not habits.known(before):
+    def _repeated(self, ahead: Any, earlier: EarlierChoices, found: Sequence[int]) -> list[int]:
+        """Return [the earlier choice] at the position of a parser, which is after the tokens `found`; [] without."""
+        before = found[-1] if found else earlier.newest
+        if not earlier.any_after(before):
             return []
+        tic = perf_counter()
         ahead.unsafe_compute_mask_ptr(self._address, self._mask.nbytes)
-        return [] if ahead.is_error() else habits.choice(before, self._mask)
+        if self.stats:
+            self.stats.mask_time += perf_counter() - tic
+        return [] if ahead.is_error() else earlier.after(before, self._mask)
 
     def _error(self, reason: str = "") -> GrammarError:
         error = self._parser.get_error().strip().partition("\n")[0]

@@ -1,4 +1,4 @@
-"""Choices that are repeated under the same mask are only drafts: the text is that of plain decoding under masks."""
+"""Earlier choices that are proposed again are only drafts: the text is that of plain decoding under masks."""
 
 import itertools
 
@@ -9,7 +9,7 @@ from sweep import sampled
 
 import mlx_mtp
 from mlx_mtp.decoding import replay as replay_module
-from mlx_mtp.grammar import habits, matcher
+from mlx_mtp.grammar import earlier_choices, matcher
 from mlx_mtp.tuning.plan import Plan
 
 PATTERNS = {"free": "(a|b|c)+", "forced": "((a|b)abcabc)+", "words": "((cab{1,3}|aa|bc)c){9,}"}
@@ -19,10 +19,10 @@ FEW = [("free", "greedy", 0, False), ("free", "seeded", 3, True), ("forced", "fi
 
 @pytest.fixture(autouse=True)
 def _of_any_mask(monkeypatch, tmp_path):
-    """Remember choices under all masks of the tiny vocabulary, with separate costs, and record at once."""
+    """Store choices under all masks of the tiny vocabulary, with separate costs, and record at once."""
     monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(replay_module, "OFTEN", 1)
-    monkeypatch.setattr(habits, "MOST_SHARE", 1)
+    monkeypatch.setattr(earlier_choices, "MOST_SHARE", 1)
 
 
 @pytest.mark.parametrize(("pattern", "how", "k", "replay"), sampled(FEW, PRODUCT))
@@ -31,7 +31,7 @@ def test_the_text_is_that_of_plain_masked_decoding(tiny_models, monkeypatch, pat
     made, n, drafted = of_letters(PATTERNS[pattern]), 24, []
     expected = reference(plain, PROMPT, n, made, **SAMPLING[how])
     for most in (5, 0):
-        monkeypatch.setattr(matcher, "MOST_HABITS", most)
+        monkeypatch.setattr(matcher, "MOST_REPEATED", most)
         options = {"grammar_drafts": 15, "compile_cycles": replay, "adaptive": k is None}
         tokens, stats = ours(model, n, made, k, **options, **SAMPLING[how])
         assert tokens == expected
@@ -40,11 +40,12 @@ def test_the_text_is_that_of_plain_masked_decoding(tiny_models, monkeypatch, pat
 
 
 def test_each_plan_and_stop(tiny_models, monkeypatch):
-    """Between plans of the heads and of lookups; a stop at each token, and an answer that goes on from the cache."""
+    """Between plans of the heads and of lookups; a stop at a token, and an answer that continues from the cache."""
     model, plain = tiny_models(2)
     made = of_letters("((a|b|c){3}abc)+")
     expected = reference(plain, PROMPT, 30, made)
-    plans = [Plan("heads", 3), Plan(), Plan("heads", 2, stepwise=True), Plan("lookup", 4), Plan("heads", 1, p_min=True)]
+    heads = [Plan("heads", 3), Plan("heads", 2, stepwise=True), Plan("heads", 1, p_min=True)]
+    plans = [heads[0], Plan(), heads[1], Plan("lookup", 4), heads[2]]
     options = {"adaptive": True, "prompt_lookup": True, "draft_p_min": 0.3}
     for n in (30, *sampled([9, 14], [*range(1, 30)])):
         follow(monkeypatch, Listed(plans))
@@ -58,7 +59,7 @@ def test_each_plan_and_stop(tiny_models, monkeypatch):
 
 
 def test_sequences_of_a_batch_have_their_own(tiny_models):
-    model, plain = tiny_models(2)
+    model, _ = tiny_models(2)
     prompts, patterns = [PROMPT, PROMPT[3:], PROMPT[:4]], ["(a|b|c)+", "(cab{1,3}|aa|bc)*", None]
     grammars = [pattern and of_letters(pattern) for pattern in patterns]
     alone = [

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_mtp import grammar
-from mlx_mtp.grammar import habits, matcher
+from mlx_mtp.grammar import earlier_choices, matcher
 
 LIST = grammar.json_schema(
     {
@@ -61,9 +61,9 @@ def test_white_space_and_words_are_proposed_as_before(space, colon, end):
     assert passes(without_masks) >= 12
 
 
-def test_remembered_choices_change_no_mask_and_are_allowed():
+def test_earlier_choices_change_no_mask_and_are_allowed():
     """Walks with good and bad drafts: each mask is that of a new matcher, and each proposal is allowed."""
-    constraint, rng, remembered = grammars.constraint(LIST), random.Random(2), 0
+    constraint, rng, repeated = grammars.constraint(LIST), random.Random(2), 0
     common = encoded(' \n{"[]}:,79')
     for _ in range(4):
         used, answer, possible = constraint.matcher(most=15), [], [0]
@@ -71,7 +71,7 @@ def test_remembered_choices_change_no_mask_and_are_allowed():
             used.follow(answer)
             drafts, fresh = used.drafts(6), constraint.matcher()
             fresh.follow(answer)
-            remembered += len(drafts) > len(fresh.drafts(6))
+            repeated += len(drafts) > len(fresh.drafts(6))
             if rng.random() < 0.3:
                 drafts = [*drafts[: rng.randrange(6)], rng.randrange(2048)]
             masks = np.full((len(drafts) + 1, constraint.words), -1, np.int32)
@@ -83,10 +83,10 @@ def test_remembered_choices_change_no_mask_and_are_allowed():
             possible = [t for t in grammars.allowed(masks[right]) if t not in constraint.eos]
             likely = [token for token in possible if token in common] or possible
             answer += [*drafts[:right], rng.choice(likely)] if possible else []
-    assert remembered > 5
+    assert repeated > 5
 
 
-def test_choices_under_wide_masks_are_not_remembered():
+def test_choices_under_wide_masks_are_not_stored():
     constraint = grammars.constraint(grammar.json_schema({"type": "string"}))
     assert after(constraint, encoded('"aaaaaaaa')).drafts(15) == []
 
@@ -95,16 +95,16 @@ def test_few_choices_are_proposed_at_once(monkeypatch):
     constraint, tokens = grammars.constraint(grammar.regex("([0-9] [a-c]\n)+")), encoded("1 a\n" * 6)
     lengths = []
     for most in (0, 1, 3):
-        monkeypatch.setattr(matcher, "MOST_HABITS", most)
+        monkeypatch.setattr(matcher, "MOST_REPEATED", most)
         lengths.append(len(after(constraint, tokens).drafts(15)))
     assert lengths[0] < lengths[1] < lengths[2] < 15
 
 
-def test_only_tokens_whose_masks_were_noted_are_remembered():
+def test_only_tokens_whose_masks_were_noted_are_stored():
     """A mask that was noted behind a draft belongs to the answer only if that draft does."""
-    noted, few = habits.Habits(), np.array([0b11, *[0] * 99], np.int32)
+    noted, few = earlier_choices.EarlierChoices(), np.array([0b11, *[0] * 99], np.int32)
     for new in ([7, 5], [1, 6], [1]):
         noted.note(0, few, [1])
         noted.note(1, few, [1])
-        noted.learn(new)
-    assert [noted.choice(before, few) for before in (-1, 5, 1, 6, 7)] == [[7], [1], [6], [1], []]
+        noted.follow(new)
+    assert [noted.after(before, few) for before in (-1, 5, 1, 6, 7)] == [[7], [1], [6], [1], []]
