@@ -1,4 +1,4 @@
-"""Masks depend on the followed tokens alone, drafts also on masks made before; errors never end an answer silently."""
+"""Masks depend on the followed tokens alone, drafts also on masks made before; no error ends an answer silently."""
 
 import random
 
