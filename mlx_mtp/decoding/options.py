@@ -44,8 +44,8 @@ draft_p_min: do not verify the first draft with a smaller probability, by the he
     cycle waits once more. With `adaptive` only where that is faster. 0: verify all drafts.
 prompt_lookup: draft up to 15 tokens that followed an earlier copy of the last ones. None: where that is faster,
     with `adaptive`.
-grammar_drafts: maximum number of tokens that the grammar forces, or that keep the style of its separators, which are
-    drafted per cycle. None: 15, but 0 with num_draft_tokens=0.
+grammar_drafts: maximum number of tokens that the grammar forces, that repeat earlier choices of the answer, or that
+    keep the style of its separators, which are drafted per cycle. None: 15, but 0 with num_draft_tokens=0.
 compile_cycles: record cycles of equal shapes and replay them. None: on a GPU, unless a trial finds that slower.
 draft_sampling: at a temperature, drafts are the heads' likeliest tokens ("greedy"), or draws with the noise of the
     target's draws ("coupled", the default).

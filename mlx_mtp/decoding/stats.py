@@ -23,13 +23,13 @@ class Stats:
                    drafter that replaces the heads or joins them.
     drafted_by, accepted_by: the sums of these by name in plans, such as "heads" and "block".
     lookups:       cycles that verified drafts of prompt lookup; lookup_drafted, lookup_accepted: these drafts.
-    grammar_drafted, grammar_accepted: the number of drafts, verified and accepted, that the grammar forces, or that
-                   keep the style of its separators.
+    grammar_drafted, grammar_accepted: the number of drafts, verified and accepted, that the grammar forces, that
+                   repeat earlier choices of the answer, or that keep the style of its separators.
     lengths:       number of cycles by the number of drafts that they verified.
     waits:         host reads in cycles: one per cycle; with p_min one more; with a grammar one more for the drafts,
-                   if any, or in stepwise cycles (`Plan.stepwise`) one for each draft that the grammar does not force.
+                   if any, or in stepwise cycles (`Plan.stepwise`) one for each draft that is not the grammar's.
     built_late:    cycles built after the previous cycle was read, by reason; not the first, nor those that replace
-                   one built ahead because the grammar forces tokens.
+                   one built ahead because the grammar has drafts.
     compiled_cycles: replayed cycles; compiled_shapes: kinds of steps recorded for replay.
     prefill_time:  seconds until the first token arrived, with the heads' prefill of the prompt; heads with windows
                    read their last rows later, in the first cycle with drafts.

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .earlier_choices import EarlierChoices
 from .matcher import Matcher, allows
 from .vocabulary import Vocabulary
 
@@ -92,6 +93,7 @@ class GatedMatcher(Matcher):
             return super()._fill(masks, drafts, known)
         ahead, fits = copy(self), 0
         ahead._parser, ahead._twins, ahead._unfollowed = self._parser.deep_copy(), [], []
+        ahead._earlier = EarlierChoices()
         for row, mask in enumerate(masks):
             if row >= known:
                 ahead._fill_row(mask)

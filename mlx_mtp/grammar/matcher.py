@@ -1,4 +1,4 @@
-"""Follow an answer through its grammar: masks of allowed tokens, and the tokens that must follow."""
+"""Follow an answer through its grammar: masks of allowed tokens, and the tokens that must or probably follow."""
 
 from collections.abc import Sequence
 from time import perf_counter, thread_time
@@ -6,7 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from .earlier_choices import EarlierChoices
 from .library import MASK_SECONDS
+
+MOST_REPEATED = 5  # earlier choices in one list of drafts: each needs a mask, and the last ones are seldom right
 
 
 class GrammarError(ValueError):
@@ -22,7 +25,7 @@ class Matcher:
     which forbid.
     start: number of tokens before the answer. size: number of the answer's tokens that it has followed.
     most: maximum number of `drafts` in a cycle, 0 for none.
-    stats: an object whose `mask_time` the seconds of `fill` are added to, or None.
+    stats: an object to whose `mask_time` the seconds of masks are added, or None.
     """
 
     def __init__(self, parser: Any, styles: Sequence[Any], eos: tuple[int, ...], words: tuple[int, int]):
@@ -41,6 +44,7 @@ class Matcher:
 
     def _renew_twins(self) -> None:
         self._twins, self._unfollowed = [style.deep_copy() for style in self._styles], list[int]()
+        self._earlier, self._asked, self._proposed = EarlierChoices(), 0, list[int]()
 
     def follow(self, tokens: Any) -> None:
         """Follow an answer's new tokens; `tokens` are all, the prompt's too. GrammarError if one is forbidden."""
@@ -52,6 +56,8 @@ class Matcher:
         if self._parser.try_consume_tokens([*new]) < len(new):
             raise self._error("the answer's tokens do not fit the grammar")
         self._unfollowed += new  # by the twins, until they are needed
+        self._earlier.follow(new)
+        self._asked = 0
 
     def fill(self, masks: np.ndarray, drafts: Sequence[int] = (), known: int = 0) -> int:
         """Write into row i of int32 [rows, words] the mask of the tokens allowed after the answer and i drafts.
@@ -73,6 +79,8 @@ class Matcher:
             for row in range(len(masks)):
                 if row >= known:
                     self._fill_row(masks[row])
+                    if self.most:
+                        self._earlier.note(row, masks[row][: self._mask.size], drafts)
                 if row == len(drafts) or not allows(masks[row], drafts[row]):
                     break
                 fits += 1
@@ -95,27 +103,45 @@ class Matcher:
         mask[:own], mask[own:] = self._mask, 0
 
     def drafts(self, most: int) -> list[int]:
-        """Return up to `most` tokens that must follow, or that follow if the text keeps the style of its separators.
+        """Return up to `most` tokens that must follow the answer, or that probably follow it.
 
-        Of these two lists the longer one is returned. Where the answer must end, its last token is an end-of-text
-        token. The tokens are only proposed: masks decide whether each is allowed.
+        The longer of two lists is returned. The first has the tokens that the grammar forces and, where it leaves a
+        choice, at most MOST_REPEATED tokens of `EarlierChoices`. The second has the tokens that follow if the text
+        keeps the style of its separators. Where the answer must end, its last token is an end-of-text token. The
+        tokens are only proposed: masks decide whether each is allowed.
         """
-        if new := self._unfollowed:
-            self._twins = [twin for twin in self._twins if twin.try_consume_tokens(new) == len(new)]
-            self._unfollowed = []
-        own = self._forced(self._parser, most)
-        twin = self._forced(self._twins[0], most) if self._twins else []
-        return max(own, twin, key=len)
+        if self._asked < most:
+            if new := self._unfollowed:
+                self._twins = [twin for twin in self._twins if twin.try_consume_tokens(new) == len(new)]
+                self._unfollowed = []
+            own = self._continued(self._parser, most, self._earlier)
+            twin = self._continued(self._twins[0], most) if self._twins else []
+            self._asked, self._proposed = most, max(own, twin, key=len)
+        return self._proposed[:most]
 
-    def _forced(self, parser: Any, most: int) -> list[int]:
-        forced = parser.compute_ff_tokens()[:most]
-        if len(forced) < most:
-            taken = parser.try_consume_tokens(forced)
-            if taken == len(forced) and parser.is_stopped() and not parser.is_error():
-                forced = [*forced, self.eos[0]]
-            if taken and not parser.rollback(taken):
-                raise self._error()
-        return forced
+    def _continued(self, parser: Any, most: int, earlier: EarlierChoices | None = None) -> list[int]:
+        """Return up to `most` tokens after the position of a parser, which stays: forced ones or earlier choices."""
+        ahead, found, left = parser.deep_copy(), list[int](), MOST_REPEATED if earlier else 0
+        while True:
+            new = ahead.compute_ff_tokens()[: most - len(found)]
+            if not new and earlier and left:
+                new, left = self._repeated(ahead, earlier, found), left - 1
+            found += new
+            if not new or len(found) >= most or new[-1] in self.eos or ahead.try_consume_tokens(new) < len(new):
+                return found
+            if ahead.is_stopped() and not ahead.is_error():
+                return [*found, self.eos[0]]
+
+    def _repeated(self, ahead: Any, earlier: EarlierChoices, found: Sequence[int]) -> list[int]:
+        """Return [the earlier choice] at the position of a parser, which is after the tokens `found`; [] without."""
+        before = found[-1] if found else earlier.newest
+        if not earlier.any_after(before):
+            return []
+        tic = perf_counter()
+        ahead.unsafe_compute_mask_ptr(self._address, self._mask.nbytes)
+        if self.stats:
+            self.stats.mask_time += perf_counter() - tic
+        return [] if ahead.is_error() else earlier.after(before, self._mask)
 
     def _error(self, reason: str = "") -> GrammarError:
         error = self._parser.get_error().strip().partition("\n")[0]

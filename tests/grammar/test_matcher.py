@@ -1,4 +1,4 @@
-"""Masks and drafts depend on the followed tokens alone; errors are raised, and never end an answer silently."""
+"""Masks depend on the followed tokens alone, drafts also on masks made before; no error ends an answer silently."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Draft the tokens that each sequence's grammar forces, or that follow while its text keeps its style."""
+"""Draft the tokens that each sequence's grammar forces, or that probably follow its text (`Matcher.drafts`)."""
 
 import mlx.core as mx
 import numpy as np
