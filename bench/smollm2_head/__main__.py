@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from .chain import Drafted, Head
+from .chain import Drafted, Head, Reading, record
 from .markup import markup_of, pools
 from .network import Sizes
 from .target import Target, read_gguf
@@ -77,10 +77,10 @@ def text_of(target: Target, tokenizer: Tokenizer, given: argparse.Namespace) -> 
 class Report:
     """Measures heads of a training, prints the results, and writes them to a JSON file each time.
 
-    measured: the conversations by name. facts: further entries of the file.
+    measured: readings of conversations by name. facts: further entries of the file.
     """
 
-    def __init__(self, file: Path, target: Target, drafted: Drafted, measured: dict[str, Written], facts: dict):
+    def __init__(self, file: Path, target: Target, drafted: Drafted, measured: dict[str, Reading], facts: dict):
         self.file, self.target, self.drafted, self.measured, self.facts = file, target, drafted, measured, facts
         self.curve: list[dict] = []
 
@@ -102,16 +102,21 @@ def main(words: list[str]) -> None:
     tokenizer = Tokenizer.from_file(str(given.tokenizer))
     say("loaded on", device)
     text, held, test = text_of(target, tokenizer, given)
+    torch.cuda.empty_cache()
     vocabulary = most_frequent(target, text.tokens, markup_of(tokenizer).special)
     save(given.out, text, held, test, vocabulary)
+    reading, *measured = (record(target, written) for written in (text, held, test))
+    say("read")
     drafted = drafted_of(target, vocabulary)
     covered = (drafted.ranks[text.tokens.flatten().long()] >= 0).float().mean().item()
     facts = {"tokens": text.tokens.numel(), "tokens a step": given.rows * given.length, "drafted": round(covered, 4)}
     facts["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     say(facts)
-    report = Report(given.out / "report.json", target, drafted, {"held out": held, "test": test}, facts)
+    report = Report(
+        given.out / "report.json", target, drafted, dict(zip(("held out", "test"), measured, strict=True)), facts
+    )
     budget = Budget(given.train_seconds, given.steps)
-    head = train(target, drafted, text, given.rows, budget, report)
+    head = train(target, drafted, reading, given.rows, budget, report)
     report(budget.done, [], head)
     parameters: Any = {name: w.cpu().numpy().astype(np.float16) for name, w in head.items()}
     np.savez(given.out / "head.npz", **parameters)

@@ -12,8 +12,10 @@ import torch
 
 from .network import Sizes, attend, layer_of, linear, rms_norm, run_layer
 from .target import Target
+from .write import Written
 
 DEPTHS = 3  # drafts of a cycle in the training
+AT_ONCE = 32  # rows that the target reads together
 LATER = 0.7  # weight of a depth's loss relative to the depth before
 SOFT = 0.5  # weight of the target's distribution in the loss; the rest is that of its most likely token
 Head = Mapping[str, torch.Tensor]  # parameters by the names in `MTPHead`
@@ -28,27 +30,39 @@ class Drafted(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What the target computes for B rows of L tokens.
+    """Rows of written text, and what the target computes for them.
 
-    tokens, starts: int64 [B, L], as in `Written`. masks: of `masks`. hidden: normed hidden rows, float32
-    [B, L, width]. choices: int64 [B, L], the most likely token after each position.
+    tokens, starts: int64 [B, L], and answers: bool [B, L]; as in `Written`. hidden: normed hidden rows [B, L, width],
+    float32 or float16. choices: int64 [B, L], the most likely token after each position.
     """
 
     tokens: torch.Tensor
     starts: torch.Tensor
-    masks: list[torch.Tensor]
+    answers: torch.Tensor
     hidden: torch.Tensor
     choices: torch.Tensor
 
-
-def read(target: Target, tokens: torch.Tensor, starts: torch.Tensor) -> Reading:
-    """Return what the target computes for tokens and starts [B, L]."""
-    tokens, starts = tokens.long(), starts.long()
-    seen = masks(starts)
-    return Reading(tokens, starts, seen, *target.read(tokens, seen[0]))
+    def rows(self, chosen: torch.Tensor | slice) -> "Reading":
+        """Return some of the rows."""
+        return Reading(*(part[chosen] for part in self))
 
 
-def masks(starts: torch.Tensor) -> list[torch.Tensor]:
+def read(target: Target, written: Written) -> Reading:
+    """Return the reading of all rows at once, with hidden rows in float32."""
+    tokens, starts = written.tokens.long(), written.starts.long()
+    return Reading(tokens, starts, written.answers, *target.read(tokens, masks(starts, 1)[0]))
+
+
+def record(target: Target, written: Written) -> Reading:
+    """Return the reading with hidden rows in float16, computed for AT_ONCE rows after the other."""
+    parts = []
+    for part in zip(*(array.split(AT_ONCE) for array in written), strict=True):
+        reading = read(target, Written(*part))
+        parts.append(reading._replace(hidden=reading.hidden.half()))
+    return Reading(*(torch.cat(kind) for kind in zip(*parts, strict=True)))
+
+
+def masks(starts: torch.Tensor, depths: int = DEPTHS) -> list[torch.Tensor]:
     """Return for each depth j the mask of the head's attention, bool [B, 1, L, (j + 1) * L], depth 0's keys first.
 
     A position attends to the rows of depth 0 of its conversation up to j positions before, and to one row of each
@@ -58,7 +72,7 @@ def masks(starts: torch.Tensor) -> list[torch.Tensor]:
     query, key = (torch.arange(length, device=starts.device).view(shape) for shape in ((-1, 1), (1, -1)))
     inside = key >= starts[..., None]
     found = []
-    for depth in range(DEPTHS):
+    for depth in range(depths):
         seen, own = (key <= query - depth) & inside, (key == query).expand_as(inside)
         cycle = [(key == query - depth + earlier) & inside for earlier in range(1, depth)]
         found.append(torch.cat([seen, *cycle, own], -1)[:, None] if depth else (seen | own)[:, None])
@@ -74,7 +88,7 @@ def chain(target: Target, head: Head, reading: Reading, hidden: torch.Tensor) ->
     sizes, turns = target.sizes, target.turns_of(0, hidden.shape[1])
     embeddings = rms_norm(target.embedding[following(reading.tokens)], head["enorm.weight"], sizes)
     outputs, earlier = [], []
-    for mask in reading.masks:
+    for mask in masks(reading.starts):
         joined = torch.cat([embeddings, rms_norm(hidden, head["hnorm.weight"], sizes)], -1)
         x = linear(joined, head["eh_proj.weight"].to(target.dtype))
         attention = partial(_attend_earlier, earlier, mask, sizes)
@@ -105,7 +119,7 @@ def loss(target: Target, head: Head, drafted: Drafted, reading: Reading, noise: 
 
     noise: deviation of normal noise on the hidden rows, as a share of each row's root mean square.
     """
-    hidden, starts = reading.hidden, reading.starts
+    hidden, starts = reading.hidden.float(), reading.starts
     size = hidden.pow(2).mean(-1, keepdim=True).sqrt()
     outputs = chain(target, head, reading, hidden + noise * size * torch.randn_like(hidden))
     place = torch.arange(starts.shape[1], device=starts.device)
@@ -126,16 +140,16 @@ def loss(target: Target, head: Head, drafted: Drafted, reading: Reading, noise: 
 
 
 @torch.no_grad()
-def hits(target: Target, head: Head, drafted: Drafted, reading: Reading, answers: torch.Tensor) -> torch.Tensor:
+def hits(target: Target, head: Head, drafted: Drafted, reading: Reading) -> torch.Tensor:
     """Return what `mlx_mtp.training.measure` counts for the cycle at each position, bool [B, L - DEPTHS, 1 + DEPTHS].
 
     Column 0: the cycle is measured, because all its drafts are in the conversation and its first one is in an answer.
-    Column 1 + j: it is measured, and its drafts 0 to j all equal the target's choices. answers: as in `Written`.
+    Column 1 + j: it is measured, and its drafts 0 to j all equal the target's choices.
     """
     count = reading.tokens.shape[1] - DEPTHS
-    right = (reading.starts[:, DEPTHS:] == reading.starts[:, :count]) & answers[:, 2 : 2 + count]
+    right = (reading.starts[:, DEPTHS:] == reading.starts[:, :count]) & reading.answers[:, 2 : 2 + count]
     labels, found = drafted.ranks[reading.choices], [right]
-    for depth, output in enumerate(chain(target, head, reading, reading.hidden)):
+    for depth, output in enumerate(chain(target, head, reading, reading.hidden.float())):
         best = linear(output[:, depth : depth + count], drafted.rows).argmax(-1)
         right = right & (best == labels[:, 1 + depth : 1 + depth + count])
         found.append(right)

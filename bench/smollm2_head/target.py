@@ -117,7 +117,7 @@ def attend_cached(
     the scores, [B, 1, 1, positions]. q and the result: [B, heads, 1, head].
     """
     keys[:, :, place], values[:, :, place] = k[:, :, 0], v[:, :, 0]
-    grouped = q.reshape(*k.shape[:2], -1, q.shape[-1])
-    scores = grouped @ keys[:, :, first : place + 1].transpose(-1, -2) * q.shape[-1] ** -0.5 + mask
+    grouped = q.reshape(*k.shape[:2], -1, q.shape[-1]) * q.shape[-1] ** -0.5
+    scores = grouped @ keys[:, :, first : place + 1].transpose(-1, -2) + mask
     found = scores.float().softmax(-1).to(q.dtype) @ values[:, :, first : place + 1]
     return found.reshape(q.shape)

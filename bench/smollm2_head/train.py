@@ -8,16 +8,14 @@ from typing import NamedTuple
 
 import torch
 
-from .chain import DEPTHS, Drafted, Head, hits, loss, read
+from .chain import AT_ONCE, DEPTHS, Drafted, Head, Reading, hits, loss
 from .target import Target
-from .write import Written
 
 DRAFTED = 8192  # tokens that the head drafts
 NOISE = 0.05
 PEAK, WARMUP, LAST = 2e-3, 150, 0.02  # learning rate, steps up to it, and its last value as a share of it
 BETAS, DECAY, CLIP = (0.9, 0.98), 0.05, 1.0  # of AdamW; DECAY of matrices only; the gradient's highest norm
 AVERAGE, GROWTH = 0.998, 20  # of the parameters' moving average: highest weight of the old ones, and steps up to 0.5
-MEASURED_AT_ONCE = 32  # rows
 REPORT_EVERY, SECONDS = 100, 20  # steps, or seconds, between two measurements
 
 
@@ -78,37 +76,32 @@ def new_head(target: Target, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
     return head | {f"block.{name}": weight.clone() for name, weight in target.last_layer.items()}
 
 
-def first_hidden(target: Target, written: Written) -> torch.Tensor:
-    """Return the normed hidden rows [B, L, width] of the first four rows of a text."""
-    return read(target, written.tokens[:4], written.starts[:4]).hidden
-
-
-def measure(target: Target, head: Head, drafted: Drafted, written: Written) -> Acceptance:
+def measure(target: Target, head: Head, drafted: Drafted, reading: Reading) -> Acceptance:
     """Return the acceptance of a head's drafts of the answers."""
     total = torch.zeros(1 + DEPTHS, dtype=torch.long, device=target.device)
-    for tokens, starts, answers in zip(*(part.split(MEASURED_AT_ONCE) for part in written), strict=True):
-        total += hits(target, head, drafted, read(target, tokens, starts), answers).sum((0, 1))
+    for first in range(0, len(reading.tokens), AT_ONCE):
+        total += hits(target, head, drafted, reading.rows(slice(first, first + AT_ONCE))).sum((0, 1))
     first, *later = total.tolist()
     shares = [round(right / max(1, before), 4) for right, before in zip(later, [first, *later], strict=False)]
     return Acceptance(shares, round(1 + sum(later) / max(1, first), 3), first)
 
 
-def batches(written: Written, rows: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield, without end, tokens and starts of `rows` rows; the order of each epoch is random.
+def batches(reading: Reading, rows: int) -> Iterator[Reading]:
+    """Yield, without end, `rows` rows of a reading; the order of each epoch is random.
 
-    The last rows of an epoch, if fewer than `rows`, are left out.
+    The last rows of an epoch, if fewer than `rows`, are left out. A reading with fewer rows is one batch.
     """
-    rows = min(rows, len(written.tokens))
+    count = len(reading.tokens)
     while True:
-        order = torch.randperm(len(written.tokens), device=written.tokens.device)
-        for chosen in order.split(rows)[: len(order) // rows]:
-            yield written.tokens[chosen], written.starts[chosen]
+        order = torch.randperm(count, device=reading.tokens.device)
+        for chosen in order.split(rows)[: max(1, count // rows)]:
+            yield reading.rows(chosen)
 
 
 def train(
     target: Target,
     drafted: Drafted,
-    written: Written,
+    reading: Reading,
     rows: int,
     budget: Budget,
     report: Callable[[int, list[float], Head], None],
@@ -118,15 +111,15 @@ def train(
     report: receives the number of steps, each depth's mean share of right drafts in the text of the steps since the
     last report, and the averaged parameters.
     """
-    head = {name: torch.nn.Parameter(w) for name, w in new_head(target, first_hidden(target, written)).items()}
+    head = {name: torch.nn.Parameter(w) for name, w in new_head(target, reading.hidden[:4].float()).items()}
     average, optimizer = {name: w.detach().clone() for name, w in head.items()}, optimizer_of(head)
     shares, reported = [], budget.elapsed()
-    for tokens, starts in batches(written, rows):
+    for part in batches(reading, rows):
         if (used := budget.share()) >= 1:
             break
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(budget.done, used)
-        value, right = loss(target, head, drafted, read(target, tokens, starts), NOISE)
+        value, right = loss(target, head, drafted, part, NOISE)
         value.backward()
         torch.nn.utils.clip_grad_norm_(head.values(), CLIP)
         optimizer.step()

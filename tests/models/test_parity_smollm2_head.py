@@ -60,11 +60,13 @@ def documents():
 def reading(pair, documents):
     """Return the reading of one row in which all documents are joined."""
     starts = np.repeat(np.cumsum([0, *LENGTHS[:-1]]), LENGTHS)
-    return chain.read(pair[1], torch.tensor([[*itertools.chain(*documents)]]), torch.tensor(starts)[None])
+    answers = torch.cat([torch.arange(n) >= ANSWER for n in LENGTHS])
+    tokens = torch.tensor([*itertools.chain(*documents)])
+    return chain.read(pair[1], write.Written(*(part[None] for part in (tokens, torch.tensor(starts), answers))))
 
 
 def test_masks(reading):
-    for depth, mask in enumerate(reading.masks):
+    for depth, mask in enumerate(chain.masks(reading.starts)):
         cache = ChainCache(mx.array(reading.starts.numpy()), None, depth, [], recycled=True)
         np.testing.assert_array_equal(mask, cache.make_mask(sum(LENGTHS)))
 
@@ -93,9 +95,8 @@ def test_right_drafts_position_by_position(pair, documents, reading, tmp_path, m
     recording = Recording(tmp_path / "recording", {}, CONFIG["hidden_size"])
     for tokens in documents:
         recording.append(tokens, *mlx_read(workshop.model, tokens), min(ANSWER, len(tokens)), held=True)
-    answers = torch.cat([torch.arange(n) >= ANSWER for n in LENGTHS])[None]
     drafted = train.drafted_of(model, torch.tensor(DRAFTED))
-    found, total = chain.hits(model, head, drafted, reading, answers), np.zeros(1 + chain.DEPTHS)
+    found, total = chain.hits(model, head, drafted, reading), np.zeros(1 + chain.DEPTHS)
     for document in recording.documents:
         expected = measure.counts_of(workshop.model, recording, document, chain.DEPTHS)
         end = document.end - chain.DEPTHS
@@ -104,7 +105,7 @@ def test_right_drafts_position_by_position(pair, documents, reading, tmp_path, m
         assert not found[0, max(end, document.first) : document.end].any()
         total += expected.sum(axis=0)
     assert total.all()
-    acceptance = train.measure(model, head, drafted, write.Written(reading.tokens, reading.starts, answers))
+    acceptance = train.measure(model, head, drafted, reading)
     np.testing.assert_allclose(acceptance.depths, total[1:] / total[:-1], atol=1e-4)
     assert acceptance.cycle == pytest.approx(total.sum() / total[0], abs=1e-3)
 
@@ -140,7 +141,7 @@ def test_written_answers_are_the_targets_choices(pair):
     prompts = torch.tensor([[1, 4, 7, 9, 2, 6, 5], [1, 4, 8, 2, 6, 5, -1]])
     recipe = write.TRAINING._replace(sampled=0.0, shortest=5, longest=9)
     written = write.write(model, MARKUP, prompts, recipe, rows=6, length=72)
-    reading = chain.read(model, written.tokens, written.starts)
+    reading = chain.read(model, written)
     chosen = written.answers[:, 1:]
     own = reading.tokens[:, 1:]
     special = torch.isin(reading.choices[:, :-1], torch.tensor(MARKUP.special))
