@@ -4,7 +4,9 @@
 
 The script needs PyTorch, NumPy, gguf and tokenizers, but not MLX. With 2,048 rows of 896 tokens the cache takes 42 GB
 of memory. The files in DIR are head.npz (parameters in float16), vocab.npy (drafted tokens), tokens.npy (text of the
-training), held.npz (conversations for the measurements) and report.json (the measurements).
+training), held.npz (conversations for the measurements) and report.json (the measurements). Each measurement writes
+head.npz and report.json.
+
 `python -m bench.smollm2_head.convert` converts the head to mtp.safetensors.
 """
 
@@ -47,7 +49,8 @@ def arguments(words: list[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def say(*facts: object) -> None:
+def log(*facts: object) -> None:
+    """Print a line with the seconds since the start."""
     print(f"[{time.monotonic() - BEGAN:.0f}s]", *facts, flush=True)
 
 
@@ -60,14 +63,14 @@ def text_of(target: Target, tokenizer: Tokenizer, given: argparse.Namespace) -> 
     """Write and return the text for training, the held-out answers and the answers to the test questions."""
     markup = markup_of(tokenizer)
     prompts = pools(tokenizer, markup)
-    say("prompts", *map(len, prompts))
+    log("prompts", *map(len, prompts))
     budget, parts = Budget(given.write_seconds, given.episodes), list[Written]()
     # Without a number of episodes, another one is written if it ends in time by the mean of those before.
     while not parts or budget.share() * (1 if given.episodes else 1 + 1 / len(parts)) < 1:
         parts.append(write(target, markup, prompts.training, TRAINING, given.batch, given.length))
         budget.done = len(parts)
         speed = budget.done * parts[0].tokens.numel() / budget.elapsed()
-        say("episode", budget.done, f"{speed:.0f} tokens/s; in answers {parts[-1].answers.float().mean().item():.3f}")
+        log("episode", budget.done, f"{speed:.0f} tokens/s; in answers {parts[-1].answers.float().mean().item():.3f}")
     held_rows, held_length = min(given.batch, HELD_ROWS), min(given.length, HELD_LENGTH)
     held = write(target, markup, prompts.held_out, HELD_OUT, held_rows, held_length)
     test = write(target, markup, prompts.test, TEST, len(prompts.test), min(given.length, TEST_LENGTH))
@@ -75,21 +78,23 @@ def text_of(target: Target, tokenizer: Tokenizer, given: argparse.Namespace) -> 
 
 
 class Report:
-    """Measures heads of a training, prints the results, and writes them to a JSON file each time.
+    """Measures a head in training, prints the result, and writes report.json and head.npz to the directory `out`.
 
-    measured: readings of conversations by name. facts: further entries of the file.
+    measured: readings of conversations by name. facts: further entries of report.json.
     """
 
-    def __init__(self, file: Path, target: Target, drafted: Drafted, measured: dict[str, Reading], facts: dict):
-        self.file, self.target, self.drafted, self.measured, self.facts = file, target, drafted, measured, facts
+    def __init__(self, out: Path, target: Target, drafted: Drafted, measured: dict[str, Reading], facts: dict):
+        self.out, self.target, self.drafted, self.measured, self.facts = out, target, drafted, measured, facts
         self.curve: list[dict] = []
 
     def __call__(self, step: int, right: list[float], head: Head) -> None:
         found = {name: measure(self.target, head, self.drafted, text) for name, text in self.measured.items()}
         right = [round(share, 4) for share in right]
         self.curve.append({"step": step, "right in the text": right} | {k: v._asdict() for k, v in found.items()})
-        self.file.write_text(json.dumps(self.facts | {"curve": self.curve}, indent=1))
-        say("step", step, right, *(f"{name} {list(found[name])}" for name in found))
+        (self.out / "report.json").write_text(json.dumps(self.facts | {"curve": self.curve}, indent=1))
+        parameters: Any = {name: w.cpu().numpy().astype(np.float16) for name, w in head.items()}
+        np.savez(self.out / "head.npz", **parameters)
+        log("step", step, right, *(f"{name} {list(found[name])}" for name in found))
 
 
 def main(words: list[str]) -> None:
@@ -100,27 +105,24 @@ def main(words: list[str]) -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     target = Target(read_gguf(given.gguf), Sizes(), given.length, dtype, device)
     tokenizer = Tokenizer.from_file(str(given.tokenizer))
-    say("loaded on", device)
+    log("loaded on", device)
     text, held, test = text_of(target, tokenizer, given)
     torch.cuda.empty_cache()
     vocabulary = most_frequent(target, text.tokens, markup_of(tokenizer).special)
     save(given.out, text, held, test, vocabulary)
-    reading, *measured = (record(target, written) for written in (text, held, test))
-    say("read")
+    reading, measured = record(target, text), {"held out": record(target, held), "test": record(target, test)}
+    log("read")
     drafted = drafted_of(target, vocabulary)
     covered = (drafted.ranks[text.tokens.flatten().long()] >= 0).float().mean().item()
-    facts = {"tokens": text.tokens.numel(), "tokens a step": given.rows * given.length, "drafted": round(covered, 4)}
-    facts["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    say(facts)
-    report = Report(
-        given.out / "report.json", target, drafted, dict(zip(("held out", "test"), measured, strict=True)), facts
-    )
+    facts = {name: getattr(given, name) for name in ("batch", "length", "rows")}
+    facts |= {"episodes": len(text.tokens) // given.batch, "share of drafted tokens": round(covered, 4)}
+    facts |= {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__}
+    log(facts)
+    report = Report(given.out, target, drafted, measured, facts)
     budget = Budget(given.train_seconds, given.steps)
     head = train(target, drafted, reading, given.rows, budget, report)
     report(budget.done, [], head)
-    parameters: Any = {name: w.cpu().numpy().astype(np.float16) for name, w in head.items()}
-    np.savez(given.out / "head.npz", **parameters)
-    say("done")
+    log("done")
 
 
 def save(out: Path, text: Written, held: Written, test: Written, vocabulary: torch.Tensor) -> None:

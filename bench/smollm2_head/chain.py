@@ -22,8 +22,11 @@ Head = Mapping[str, torch.Tensor]  # parameters by the names in `MTPHead`
 
 
 class Drafted(NamedTuple):
-    """The tokens that a head drafts: ranks int64 [V], each token's index among the drafted ones, -1 for the others;
-    and the rows of the target's LM head for the drafted ones."""
+    """The tokens that a head drafts.
+
+    ranks: int64 [V], each token's index among the drafted tokens, -1 for other tokens. rows: the rows of the target's
+    LM head for the drafted tokens.
+    """
 
     ranks: torch.Tensor
     rows: torch.Tensor

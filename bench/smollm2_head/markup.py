@@ -39,7 +39,7 @@ def markup_of(tokenizer: Tokenizer) -> Markup:
     return Markup(opening, answer, question, special[-1], special)
 
 
-def beginnings(tokenizer: Tokenizer, texts: Sequence[str], markup: Markup) -> torch.Tensor:
+def contexts(tokenizer: Tokenizer, texts: Sequence[str], markup: Markup) -> torch.Tensor:
     """Return int64 [prompts, width]: for each prompt, the tokens up to its answer, and -1 in the rest of the row."""
     encodings = tokenizer.encode_batch(list(texts))
     rows = [[*markup.opening, *encoding.ids, markup.close, *markup.answer] for encoding in encodings]
@@ -48,7 +48,7 @@ def beginnings(tokenizer: Tokenizer, texts: Sequence[str], markup: Markup) -> to
 
 
 class Pools(NamedTuple):
-    """The `beginnings` of three lists of prompts; no prompt is in two of the lists."""
+    """The `contexts` of three lists of prompts; no prompt is in two of the lists."""
 
     training: torch.Tensor
     held_out: torch.Tensor
@@ -60,4 +60,4 @@ def pools(tokenizer: Tokenizer, markup: Markup) -> Pools:
     questions = prompts.TEST_QUESTIONS
     held_out = prompts.draw(HELD_OUT, questions, seed=2, held_out=True)
     training = prompts.draw(TRAINING, {*questions, *held_out}, seed=1, held_out=False)
-    return Pools(*(beginnings(tokenizer, texts, markup) for texts in (training, held_out, questions)))
+    return Pools(*(contexts(tokenizer, texts, markup) for texts in (training, held_out, questions)))

@@ -15,13 +15,16 @@ DRAFTED = 8192  # tokens that the head drafts
 NOISE = 0.05
 PEAK, WARMUP, LAST = 2e-3, 150, 0.02  # learning rate, steps up to it, and its last value as a share of it
 BETAS, DECAY, CLIP = (0.9, 0.98), 0.05, 1.0  # of AdamW; DECAY of matrices only; the gradient's highest norm
-AVERAGE, GROWTH = 0.998, 20  # of the parameters' moving average: highest weight of the old ones, and steps up to 0.5
-REPORT_EVERY, SECONDS = 100, 20  # steps, or seconds, between two measurements
+AVERAGE, GROWTH = 0.998, 20  # of the moving average: highest weight of the old one, and the step at which it is 0.5
+REPORT_EVERY, SECONDS = 200, 20  # between two measurements: this number of steps, or of seconds if shorter
 
 
 class Acceptance(NamedTuple):
-    """Share of right drafts at each depth where all earlier drafts of the cycle are right; mean tokens of a cycle,
-    which are its accepted drafts and the target's own token; number of measured cycles."""
+    """Acceptance of a head's drafts of answers.
+
+    depths: for each depth, the share of right drafts where all earlier drafts of the cycle are right. cycle: mean
+    accepted drafts of a cycle, plus 1 for the target's own token. cycles: number of measured cycles.
+    """
 
     depths: list[float]
     cycle: float
@@ -30,7 +33,10 @@ class Acceptance(NamedTuple):
 
 @dataclass
 class Budget:
-    """When a loop ends: after `steps` passes, or after `seconds` where steps is None."""
+    """The end of a loop: after `steps` passes, or after `seconds` if `steps` is None.
+
+    done: number of passes so far. began: time of `time.monotonic` when the loop began.
+    """
 
     seconds: float
     steps: int | None = None
@@ -46,7 +52,7 @@ class Budget:
 
 
 def most_frequent(target: Target, tokens: torch.Tensor, special: list[int], count: int = DRAFTED) -> torch.Tensor:
-    """Return `count` token ids in order: the special ones, and those that are most frequent in `tokens`.
+    """Return `count` sorted token ids: the special ones, and the most frequent ones in `tokens`.
 
     Of tokens with equal frequency the lower id is taken.
     """
@@ -58,7 +64,7 @@ def most_frequent(target: Target, tokens: torch.Tensor, special: list[int], coun
 
 
 def drafted_of(target: Target, tokens: torch.Tensor) -> Drafted:
-    """Return `Drafted` for token ids in order."""
+    """Return `Drafted` for sorted token ids."""
     ranks = torch.full((target.sizes.vocabulary,), -1, device=target.device)
     ranks[tokens] = torch.arange(len(tokens), device=target.device)
     return Drafted(ranks, target.unembedding[tokens].clone())

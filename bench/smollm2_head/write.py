@@ -51,7 +51,7 @@ class Written(NamedTuple):
 
 @torch.no_grad()
 def write(target: Target, markup: Markup, prompts: torch.Tensor, recipe: Recipe, rows: int, length: int) -> Written:
-    """Return `rows` rows of `length` tokens of conversations by the target. prompts: of `beginnings`."""
+    """Return `rows` rows of `length` tokens of conversations by the target. prompts: of `contexts`."""
     state, cache = _Rows(markup, prompts.to(target.device), recipe, rows, length), target.cache(rows)
     for place in range(length):
         starts = state.arrive(place)
