@@ -64,17 +64,8 @@ def slot_prompt(rng: random.Random, *, held_out: bool) -> str:
 
 
 def sum_prompt(rng: random.Random) -> str:
-    """Return a question about sums, with random numbers of at most 98."""
+    """Return a question about sums, with random numbers."""
     a, b, c = (rng.randrange(2, 99) for _ in range(3))
-    name, things = rng.choice(NAMES), rng.choice(THINGS)
-    given = f"{name} has {a} {things} and buys {b} more, then gives away {c % a + 1}."
-    return rng.choice(
-        [
-            f"What is {a} + {b} * {c}?",
-            f"{given} How many {things} are left? Explain step by step.",
-            f"Solve {a}x + {b} = {b + a * c}.",
-            f"A rectangle is {a} cm long and {b} cm wide. What are its area and perimeter?",
-            f"If {a} {things} cost {a * c} dollars, how much do {b} {things} cost?",
-            f"Calculate {a}% of {b * 10}.",
-        ]
-    )
+    values = {"a": a, "b": b, "c": c, "fewer": c % a + 1, "sum": b + a * c, "product": a * c, "tens": b * 10}
+    values |= {"name": rng.choice(NAMES), "things": rng.choice(THINGS)}
+    return rng.choice(LISTS["sum_templates"]).format(**values)
