@@ -20,7 +20,7 @@ from mlx_mtp.training.recording import Recording
 
 torch = pytest.importorskip("torch", reason="parity with PyTorch needs mlx-mtp[parity]")
 
-from bench.smollm2_head import chain, network, target, train, write  # noqa: E402 (they need PyTorch)
+from bench.smollm2_head import chain, network, prompts, target, train, write  # noqa: E402 (they need PyTorch)
 from bench.smollm2_head.markup import Markup  # noqa: E402
 
 V, LENGTHS, ANSWER, DRAFTED = 13, (40, 3, 57, 28), 6, [0, 2, 3, 5, 7, 8, 11]
@@ -152,3 +152,29 @@ def test_written_answers_are_the_targets_choices(pair):
     assert begins.sum() > 12
     assert (reading.tokens[begins] == MARKUP.opening[0]).all()
     assert (reading.tokens[:, :-1][begins[:, 1:]] == MARKUP.close).all()
+
+
+def test_training_raises_the_share_of_right_drafts(pair, reading, monkeypatch):
+    monkeypatch.setattr(train, "REPORT_EVERY", 10)
+    torch.manual_seed(0)
+    found, drafted = [], train.drafted_of(pair[1], torch.tensor(DRAFTED))
+    budget = train.Budget(0, steps=30)
+    head = train.train(pair[1], drafted, reading, 4, budget, lambda *given: found.append(given))
+    assert [step for step, *_ in found] == [10, 20, 30]
+    assert np.mean(found[-1][1]) > np.mean(found[0][1]) + 0.1
+    first, last = (
+        chain.loss(pair[1], each, drafted, reading, 0.0)[0]
+        for each in (train.new_head(pair[1], reading.hidden), head)
+    )
+    assert last < 0.9 * first
+
+
+def test_prompts_of_the_training_are_not_measured():
+    held_out = prompts.draw(200, prompts.TEST_QUESTIONS, seed=1, held_out=True)
+    excluded = {*prompts.TEST_QUESTIONS, *held_out, *prompts.draw(100, (), seed=2, held_out=False)}
+    training = prompts.draw(200, excluded, seed=2, held_out=False)
+    assert len({*held_out, *training}) == 400
+    assert not excluded & {*training}
+    tasks = [task for task in prompts.LISTS["tasks"] if prompts.held(task, 0)]
+    assert tasks
+    assert not [prompt for prompt in training for task in tasks if task in prompt]
