@@ -122,7 +122,7 @@ class _Rows:
         return (ordered.diff(dim=-1) != 0).sum(-1) + 1 < DISTINCT
 
     def _turn(self, rows: torch.Tensor, place: int) -> None:
-        """Begin the answer, the further message or the next conversation of `rows`, whose message ends after `place`."""
+        """Begin the answer, the further message or the next conversation of rows whose message ends after `place`."""
         if not len(rows):
             return
         asked, answered = rows[~self.answering[rows]], rows[self.answering[rows]]

@@ -29,15 +29,6 @@ CONFIG = {**HEADLESS["llama_sliding"], "layer_types": None, "head_dim": 8, "tie_
 MARKUP = Markup(opening=[1, 4], answer=[6, 5], question=[6, 4], close=2, special=[0, 1, 2])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Compute on one thread of PyTorch, because threads wait long for each other on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def converted(parameters) -> dict:
     return {name: torch.tensor(np.array(w)) for name, w in tree_flatten(parameters)}
 
