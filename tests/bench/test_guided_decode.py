@@ -40,8 +40,10 @@ def test_loops_under_a_schema(tmp_path):
     assert {texts[name] for name in LOOPS[1:]} == {texts[PLAIN]} != {texts[FREE]}
     assert not found["differences"]
     for name, entry in entries.items():
-        assert (sum(entry["grammar_drafted"]) > 0) == (name in ("forced", "both"))
+        # Whether a short answer has drafts of both kinds depends on measured costs.
+        assert (sum(entry["grammar_drafted"]) > 0) <= (name in ("forced", "both"))
         assert (sum(map(sum, entry["drafted"])) > 0) <= (name in ("heads", "both"))
+    assert any(sum(entries[name]["grammar_drafted"]) for name in ("forced", "both"))
     row = {row.contender: row for row in rows(found, (0, None, None))}["forced"]
     assert row.tokens_per_cycle == 1 + entries["forced"]["grammar_accepted"][0] / entries["forced"]["cycles"][0]
     assert row.accepted == entries["forced"]["grammar_accepted"][0]
