@@ -2,8 +2,11 @@
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import mlx.core as mx
 
 from ...machine.paths import expanded
 from ...machine.progress import report_progress
@@ -61,12 +64,15 @@ def cached(
 ) -> Path:
     """Return the cached directory of a GGUF file's transcoding; create it if it is missing.
 
-    config_from: see `prepare`. heads_for: directory of a checkpoint for which only the file's heads are transcoded;
+    options: without a Metal GPU, scales and values are float32 unless `dtype` is given: a CPU multiplies quantized
+    float16 weights thirty times as slowly. config_from: see `prepare`. heads_for: directory of a checkpoint for which only the file's heads are transcoded;
     `suffix`, of the cached directory's name, has to differ for checkpoints that need other heads. announce: called
     with the plan and the directory before a transcoding. progress: called with the bytes written, and all bytes;
     None calls `report_progress` in MiB. ValueError for a file that cannot be transcoded.
     """
     options, path = options or Options(), expanded(file)
+    if options.dtype is None and heads_for is None and not mx.metal.is_available():
+        options = replace(options, float32=True)
     slug = "-".join(filter(None, (options.plan, "f32" * options.float32, options.dtype)))
     if config_from is not None:
         slug += "-" + hashlib.sha256(str(config_from).encode()).hexdigest()[:8]
