@@ -62,7 +62,7 @@ def transcoded(file: str, flags: dict[str, Any]) -> Path:
 
 def _announce(prepared: Any, place: Path) -> None:
     from ..checkpoint.gguf.report import announcement, as_text
-    from .progress import print_above
+    from .terminal import print_above
 
     print_above(f"{as_text(prepared)}\n{announcement(prepared, place)}")
 

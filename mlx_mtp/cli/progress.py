@@ -77,11 +77,6 @@ def bar(*columns: ProgressColumn, shown: bool) -> Iterator[Callable[[str, int, i
         yield lambda what, done, total: progress.update(task, completed=done, total=total, description=what)
 
 
-def print_above(text: str) -> None:
-    """Print a line on stderr, above a bar if one is shown."""
-    click.echo(text, file=sys.stderr)  # not err=True: click would write to the stream that the bar has replaced
-
-
 def stages(
     *columns: ProgressColumn, quiet: bool
 ) -> contextlib.AbstractContextManager[Callable[[str, int, int], None]]:

@@ -24,6 +24,7 @@ from mlx_mtp.checkpoint import files, library, pull
 from mlx_mtp.checkpoint.convert import convert, extract_heads
 from mlx_mtp.checkpoint.cure import UNKNOWN, NeverDrafts, adding_heads
 from mlx_mtp.cli import progress
+from mlx_mtp.cli.terminal import print_above
 from mlx_mtp.demo import demo_path
 
 
@@ -242,7 +243,7 @@ def test_a_line_is_printed_above_a_bar(monkeypatch):
     with progress.bar(TextColumn("{task.description}"), shown=True) as update:
         update("recording", 1, 2)
         time.sleep(0.15)  # the bar is drawn ten times a second
-        progress.print_above("Estimate: an hour")
+        print_above("Estimate: an hour")
     before = terminal.buffer.getvalue().decode().partition("Estimate")[0]
     assert "recording" in before
     assert re.sub(r"\x1b\[2K", "\r", before).endswith("\r")
