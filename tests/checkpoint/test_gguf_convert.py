@@ -126,7 +126,12 @@ def test_a_file_as_model_is_transcoded_once(step, tmp_path, cache):
 
 @pytest.mark.parametrize(
     ("metal", "dtype", "scales"),
-    [(False, None, mx.float32), (True, None, mx.float16), (False, "float16", mx.float16), (True, "float32", mx.float16)],
+    [
+        (False, None, mx.float32),
+        (True, None, mx.float16),
+        (False, "float16", mx.float16),
+        (True, "float32", mx.float16),
+    ],
 )
 def test_scales_of_a_file_as_model_are_float32_on_a_cpu(step, monkeypatch, metal, dtype, scales):
     monkeypatch.setattr(mx.metal, "is_available", lambda: metal)
