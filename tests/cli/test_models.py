@@ -61,8 +61,15 @@ def test_models_are_found_where_programs_keep_them(machine, tmp_path):
     shutil.rmtree(cache)
     shutil.rmtree(studio)
     table = call("models", tmp_path / "given").stdout.splitlines()
-    assert table[0].split() == ["NAME", "FAMILY", "SIZE", "FORMAT", "DRAFTS", "CONTEXT", "THAT", "FITS"]
+    assert table[0].split() == ["NAME", "FAMILY", "SIZE", "FORMAT", "DRAFTS", "CONTEXT"]
     assert len(table) == 4
+
+
+def test_the_list_fits_80_columns(machine):
+    mlx_mtp.convert(demo_path(), machine[1] / "mlx-community" / "Second-4bit", quantize=True)
+    heading, row = call("models").stdout.splitlines()
+    assert re.fullmatch(r"mlx-community/Second-4bit  step3p5  3.\d\d MB  4-bit, 8-bit  3 heads  2,048", row)
+    assert max(len(heading), len(row)) < 80
 
 
 def test_short_names_are_those_of_the_list(machine):
