@@ -87,17 +87,12 @@ def resolve(
 ) -> Path:
     """Return the path that `local` returns or, if that is None, the directory of a download from the hub.
 
-    For SMOLLM2 the download is that of `pull.smollm2`, and all options are ignored.
     files: patterns of the files to download; None is every file that a load reads. code: also download Python files.
     All options are ignored for a local path. ValueError, one line, if the path is unusable (`local`) or the download
     fails; unusually named weight files may be missing without an error.
     """
     if path := local(path_or_repo):
         return path
-    if str(path_or_repo) == SMOLLM2:
-        from .pull import smollm2  # which imports this module
-
-        return smollm2()
     patterns = [*(DOWNLOADED if files is None else files), *([CODE] if code else [])]
     try:
         path = Path(snapshot_download(str(path_or_repo), revision=revision, allow_patterns=patterns))

