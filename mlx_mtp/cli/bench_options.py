@@ -97,9 +97,7 @@ def note_width(*, as_json: bool) -> None:
     """Before minutes of measurements, print a note on stderr if the terminal is narrower than the tables may be."""
     columns = terminal_size().columns
     if sys.stdout.isatty() and not as_json and columns < WIDTH:
-        note = (
-            f"The tables have up to {WIDTH} columns, this terminal {columns}: widen it, or write a page with --html."
-        )
+        note = f"The tables have up to {WIDTH} columns, this terminal {columns}: widen it, or give --html FILE."
         click.echo(note, err=True)
 
 

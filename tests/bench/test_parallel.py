@@ -86,5 +86,5 @@ def test_a_terminal_narrower_than_the_tables_is_noted_before_the_measurements(
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     bench_options.note_width(as_json=as_json)
-    expected = "The tables have up to 124 columns, this terminal 80: widen it, or write a page with --html.\n"
+    expected = "The tables have up to 124 columns, this terminal 80: widen it, or give --html FILE.\n"
     assert capsys.readouterr().err == expected * noted
