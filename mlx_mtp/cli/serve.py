@@ -215,7 +215,7 @@ def _load(ctx: click.Context, flags: dict[str, Any]) -> Any:
 
     with ctx.scope(cleanup=False):
         model, tokenizer = options.load_model(flags)
-    path = options.own_path(flags["model"], quiet=flags["quiet"])
+    path = options.own_path(flags["model"])
     advised = advised_sampling(options.checkpoint_path(str(path), flags=flags))
     advised["xtc_special_tokens"] = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
     return Loaded(model, tokenizer, advised, options.cache_layout(flags), path)
