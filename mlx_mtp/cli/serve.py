@@ -176,7 +176,7 @@ def _find(flags: dict[str, Any]) -> list[Any]:
     from ..serve.catalog import offers
 
     paths = [
-        options.own_path(model, code=bool(flags["trust_remote_code"]), quiet=flags["quiet"])
+        options.own_path(model, code=bool(flags["trust_remote_code"]), quiet=bool(flags.get("quiet")))
         for model in flags["models"]
     ]
     named = [(_names(model, ())[0], path) for model, path in zip(flags["models"], paths, strict=True)]
