@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from sweep import sampled
 
 import mlx_mtp
+from mlx_mtp.checkpoint.gguf import report
 from mlx_mtp.checkpoint.gguf.cached import cached, fingerprint
 from mlx_mtp.checkpoint.gguf.convert import prepare, transcode
 from mlx_mtp.checkpoint.gguf.plan import Options
@@ -137,6 +138,18 @@ def test_scales_of_a_file_as_model_are_float32_on_a_cpu(step, monkeypatch, metal
     monkeypatch.setattr(mx.metal, "is_available", lambda: metal)
     made = mx.load(str(cached(step[3], Options(dtype=dtype)) / "mtp.safetensors"))
     assert made["model.layers.4.eh_proj.scales"].dtype == scales
+
+
+@pytest.mark.parametrize(
+    ("metal", "computes", "advised"),
+    [(False, "in float16", True), (True, "in float16", False), (False, "in float32", False)],
+)
+def test_a_conversion_to_float16_on_a_cpu_advises_float32(step, monkeypatch, metal, computes, advised):
+    monkeypatch.setattr(mx.metal, "is_available", lambda: metal)
+    monkeypatch.setattr(report, "computes", lambda _: computes)
+    text = report.announcement(prepare(step[3]), "new")
+    assert text.startswith("Transcoding ")
+    assert ("\nFor use on a CPU give --gguf-exact: " in text) == advised
 
 
 def test_inspect(step, tmp_path):
