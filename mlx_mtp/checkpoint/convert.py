@@ -30,12 +30,13 @@ from .build import check_norms, open_drafter, read_args, read_port
 from .convert_plain import check_no_heads, convert_plain
 from .convert_precision import Precision, format_of, format_of_heads, formats, listed
 from .convert_writer import Progress, Tensors
-from .files import read_config, read_tensors, resolve
+from .files import read_config, read_tensors
 from .find_drafter import is_drafter
 from .head_self_test import check_runs
 from .parameters import named, nan_codes, stored_name, trained
 from .report import Report, make_report
 from .separate_heads import is_split
+from .smollm2 import named_checkpoint
 from .sort_tensors import Contents, Drafting, layout_of
 from .vision import Sight, TowerFiles, usable_tower, vision_facts, write_settings
 from .weight_names import INDEX, SIDECAR_FILES, VISION_FILE, read_index
@@ -271,7 +272,7 @@ def convert(
     precision = Precision(target, quant_predicate, *heads, dequantize, dtype)
     if mtp_layout not in ("sidecar", "shards"):
         raise ValueError(f"mtp_layout={mtp_layout!r}: allowed are sidecar, shards")
-    path, new = resolve(hf_path, revision, code=trust_remote_code), expanded(mlx_path).resolve()
+    path, new = named_checkpoint(hf_path, revision, code=trust_remote_code), expanded(mlx_path).resolve()
     if new.is_relative_to(path.resolve()):
         raise ValueError(f"mlx_path={mlx_path}: at or inside the directory to convert, {path}")
     atomic.check_new(new)
@@ -340,8 +341,8 @@ def extract_heads(
     if new.exists():
         raise ValueError(f"mtp_path={new}: already there; name a new file, or delete it")
     small = ("*.json", *SIDECAR_FILES)
-    files = files_of_heads(resolve(hf_path, revision, files=small))
-    path = resolve(hf_path, revision, files=None if files is None else (*small, *files))
+    files = files_of_heads(named_checkpoint(hf_path, revision, files=small))
+    path = named_checkpoint(hf_path, revision, files=None if files is None else (*small, *files))
     source = open_source(path, alone=True)
     if not source.model.mtp:
         raise ValueError(f"{source.path}: no MTP heads found; give a checkpoint with heads")

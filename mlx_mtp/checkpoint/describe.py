@@ -15,10 +15,9 @@ from .library import Place
 class Description:
     """What `mlx-mtp models` shows of a model; family, stored and context are None where they are unknown.
 
-    size: bytes of its weight files. stored: types and formats of the target. drafts: the number of MTP heads as text,
-    "missing", "none", "" if unknown, or "drafter" for a model that drafts for another one. context: tokens that fit
-    into memory now, 0 if the model does not. advice: the command that adds missing heads, or the reason why the model
-    does not load, else "".
+    size: bytes of its weight files. stored: types and formats of the target. drafts: as `_heads` returns it, "" if
+    unknown, or "drafter" for a model that drafts for another one. context: tokens that fit into memory now, 0 if the
+    model does not. advice: the command that adds missing heads, or the reason why the model does not load, else "".
     """
 
     name: str
@@ -50,9 +49,14 @@ def describe(place: Place) -> Description:
 
 
 def _heads(facts: Inspection) -> str:
-    """Return the number of MTP heads as text, such as "1 head"; for 0 "missing" if the family has some, or "none"."""
+    """Return the number of MTP heads as text, such as "1 head", with "of mlx-mtp" for heads in this package.
+
+    For 0 "missing" if the family has some, or "none".
+    """
     if facts.depths:
         return f"{facts.depths} head{'s' * (facts.depths > 1)}"
+    if facts.report and facts.report.heads:
+        return f"{facts.report.heads} of mlx-mtp"
     port = find_port({"model_type": facts.family}) if facts.family else None
     return "missing" if port and port.Model.SPEC.tensors else "none"
 

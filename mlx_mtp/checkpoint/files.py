@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from ..machine.errors import first_line, naming, one_line
 from ..machine.paths import expanded
 from ..machine.progress import report_progress
 from ..models.config.normalize import normalize, with_overrides
-from .library import called
+from .library import called, places
 from .weight_names import (
     INDEX,
     INDEXES,
@@ -52,6 +53,7 @@ SMALL = ("config.json", "generation_config.json", "hf_quant_config.json", INDEX,
 TRANSPORTS = ("httpx", "httpx2", "requests")  # modules of connection errors; huggingface_hub's version decides
 CONCURRENT_FETCHES = 8
 SHORT = re.compile(r"[\w.-]+")  # a name without a folder
+SMOLLM2, SMOLLM2_REPO = "smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"  # its short name; its hub repository
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,20 @@ def _other_weights(repo: str, revision: str | None, path: Path) -> list[str]:
 
 
 def not_fetched(name: str | Path, e: Exception, otherwise: str) -> str:
-    """Return a message with the cause of a failed download: the connection, the disk, or else `otherwise`."""
+    """Return a message with the cause of a failed download: the connection, the disk, or else `otherwise`.
+
+    For a name without a folder the message ends with the most similar short name, or the command that lists them.
+    """
+    return _cause(name, e, otherwise) + (_similar(str(name)) if SHORT.fullmatch(str(name)) else "")
+
+
+def _similar(name: str) -> str:
+    known = [*NAMED, SMOLLM2, *(place.short for place in places())]
+    found = get_close_matches(name.lower(), known, n=1)
+    return f"; did you mean {found[0]}?" if found else "; `mlx-mtp models` lists the short names"
+
+
+def _cause(name: str | Path, e: Exception, otherwise: str) -> str:
     cause = e.__cause__ if isinstance(e, LocalEntryNotFoundError) and isinstance(e.__cause__, Exception) else e
     why, copy = first_line(cause), "no whole copy in the download cache"
     if isinstance(cause, OfflineModeIsEnabled):

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.utils import get_total_parameters
 
 from ..cache.prompt_cache import make_prompt_cache
-from ..decoding.graph_memory import nbytes
 from ..decoding.memory_needs import needs
 from ..decoding.prefill import evaluated, without_refused
 from ..layers.target import Target
@@ -25,17 +25,17 @@ def is_open(hour):
     return 9 <= hour < 18
 """
 RANDOM_TOKENS = 64
-FEW_TOKENS = 32  # of each text, if the test delays a response
+FEW_TOKENS = 32  # of one text, if the test delays a response
 ROWS = 16  # logits in memory at a time
 MIN_AGREEMENT = 0.02  # trained heads reach far more, even on random tokens; untrained ones 1 / vocab_size
 SUSPECT = {"random tokens": 0.05, "words": 0.1}  # damaged heads still draft frequent tokens
 SMALL = 1000  # in a smaller vocabulary chance alone reaches SUSPECT
-AT_LOAD = 1 << 29  # bytes of a model; on a CPU two passes of a larger one take longer than reading it
+AT_LOAD = 1 << 24  # weights of a model; with more, and in any type, the passes of the test take seconds on a CPU
 
 
 def is_large(model: Target) -> bool:
-    """Return whether a model's heads should be read and tested later than at load: on a CPU, above AT_LOAD bytes."""
-    return mx.default_device() == mx.cpu and nbytes(model.parameters()) > AT_LOAD
+    """Return whether a model's heads should be read and tested after the load: on a CPU, above AT_LOAD weights."""
+    return mx.default_device() == mx.cpu and get_total_parameters(model) > AT_LOAD
 
 
 def self_test(model: Target, path: Path, texts: dict[str, list[int]]) -> None:

@@ -346,7 +346,9 @@ def _heads(facts: Inspection) -> str:
     declared = "" if facts.declared is None else f", {facts.declared} declared"
     count = len(facts.missing)
     state = f"; {count} tensor{'s' * (count != 1)} missing" if count else "; no tensor missing" * bool(facts.depths)
-    return f"{facts.depths} found{declared}{state}"
+    loaded = facts.report.heads if facts.report and not facts.depths else 0
+    shipped = f"; mlx-mtp has {loaded}, {facts.report.source}" if facts.report and loaded else ""
+    return f"{facts.depths} found{declared}{state}{shipped}"
 
 
 def _norms(facts: Inspection) -> str:

@@ -266,14 +266,15 @@ def _finish(model: Any, path: Path, tokenizer: Any, options: LoadOptions) -> Non
 def _test_or_defer(model: Any, path: Path, tokenizer: Any, *, defer: bool, expand: bool) -> None:
     """Read and test the heads, and read all other weights, now.
 
-    `defer` reads nothing: the heads are read and tested, with fewer tokens, before the first draft. expand: call
-    `expand_heads` after they are read.
+    `defer` reads nothing: the heads are read before the first draft, and tested with the first tokens of one text,
+    the words if they are more than two tokens. expand: call `expand_heads` after they are read.
     """
     texts = {"random tokens": random_tokens(model.vocab_size)}
     if tokenizer is not None:
         texts["words"] = tokenizer.encode(WORDS)
     if defer:
-        texts = {kind: tokens[:FEW_TOKENS] for kind, tokens in texts.items()}
+        kind = "words" if len(texts.get("words", ())) > 2 else "random tokens"
+        texts = {kind: texts[kind][:FEW_TOKENS]}
     model.runtime.untested = partial(_test_heads, model, model.runtime.untested, path, texts, expand=expand)
     model.runtime.note(untested=defer and bool(model.mtp))
     if not defer:

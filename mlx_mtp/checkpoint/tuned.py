@@ -21,6 +21,7 @@ from ..machine.paths import expanded
 from .convert_writer import file_size, header
 from .files import CONVERTED
 from .parameters import named, stored_name
+from .report import drafting_bytes, lm_heads
 
 TARGET = "mlx_mtp_target"  # the key of the target's fingerprint in the file's metadata
 SIZES = "mlx_mtp_sizes"  # the key of the target's family and sizes
@@ -78,8 +79,8 @@ def write_heads(model: Any, file: Path, facts: Mapping[str, str]) -> int:
 def attach_tuned(model: Any, mtp_path: str | Path | None) -> None:
     """Complete loaded heads: give those of `tune-heads --new` the target's floating-point type and `lend_rows`.
 
-    Warns if the file `mtp_path` states another target than `model`. mtp_path: where the heads were loaded from, None
-    for the checkpoint itself. ValueError as in `lend_rows`.
+    The report is updated. Warns if the file `mtp_path` states another target than `model`. mtp_path: where the heads
+    were loaded from, None for the checkpoint itself. ValueError as in `lend_rows`.
     """
     made_for = target_of(Path(mtp_path)) if mtp_path is not None and model.mtp else None
     if made_for not in (None, fingerprint(model)):
@@ -87,6 +88,7 @@ def attach_tuned(model: Any, mtp_path: str | Path | None) -> None:
     for head in model.mtp if model.spec.prefix == TUNED.prefix else ():
         head.set_dtype(model.model.norm.weight.dtype)
         lend_rows(model, head, str(mtp_path or "heads"))
+        model.runtime.note(head_bytes=drafting_bytes(model), lm_head=lm_heads(model.mtp))
 
 
 def lend_rows(model: Any, head: Any, source: str = "heads") -> None:

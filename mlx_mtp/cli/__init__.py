@@ -25,7 +25,7 @@ from .inspect import inspect
 from .models import models
 from .pull import pull
 from .serve import serve
-from .terminal import printable
+from .terminal import print_above, printable
 from .together import as_rank, check_command, error_line, follows
 from .tune_heads import tune_heads
 from .verify_lossless import verify_lossless
@@ -44,7 +44,7 @@ class OneLine(click.Group):
             if getattr(sys, name) is None:  # the caller closed it
                 setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - open until the process ends
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-        warnings.showwarning = lambda message, *_, **__: click.echo(f"warning: {printable(str(message))}", err=True)
+        warnings.showwarning = lambda message, *_, **__: print_above(f"warning: {printable(str(message))}")
         sys.unraisablehook = _unraisable
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the `finally` blocks that restore a terminal
         with as_rank():

@@ -1,6 +1,7 @@
-"""Read the sampling values that a checkpoint advises in generation_config.json."""
+"""Read the sampling values that a checkpoint advises in generation_config.json, and warn of too long prompts."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -33,3 +34,13 @@ def advised_and_not_given(flags: dict[str, Any]) -> dict[str, Any]:
     found = advised_sampling(checkpoint_path(flags["model"], flags=flags))
     given = {name for name in flags if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     return {name: value for name, value in found.items() if name not in given}
+
+
+def warn_of_length(model: Any, tokens: int) -> None:
+    """Warn of a prompt with more tokens than the maximum positions in the model's config.json, if it states them."""
+    from ..decoding.memory_needs import stated_positions
+
+    positions = stated_positions(model)
+    if positions and tokens > positions:
+        found = f"the prompt has {tokens:,} tokens, more than the model's {positions:,} positions"
+        warnings.warn(f"{found}; shorten the prompt, or the text may be meaningless", stacklevel=2)

@@ -14,6 +14,7 @@ import click
 from click import Choice, FloatRange, IntRange, option
 
 from .options import GIVEN, KERNELS, checkpoint_options, checkpoint_path, options, source_options
+from .terminal import terminal_size
 from .together import follows, group
 
 if TYPE_CHECKING:
@@ -92,10 +93,19 @@ run_options = options(
 )
 
 
+def note_width(*, as_json: bool) -> None:
+    """Before minutes of measurements, print a note on stderr if the terminal is narrower than the tables may be."""
+    columns = terminal_size().columns
+    if sys.stdout.isatty() and not as_json and columns < WIDTH:
+        note = f"The tables have up to {WIDTH} columns, this terminal {columns}: widen it, or give --html FILE."
+        click.echo(note, err=True)
+
+
 def subject_of(flags: dict[str, Any]) -> "Subject":
     """Open the model that the options describe; on ranks above 0 also clear the output files in `flags`."""
     from .progress import loading, shows_progress
 
+    note_width(as_json=flags["as_json"])
     if follows():
         flags.update(dict.fromkeys(("out", "plot", "html")))
     with loading(shown=shows_progress(quiet=False)):

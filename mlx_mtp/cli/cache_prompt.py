@@ -6,6 +6,7 @@ import click
 
 from ..machine.paths import expanded
 from . import options
+from .advice import warn_of_length
 from .image_options import WithImages, image_options
 from .together import own_file
 
@@ -43,6 +44,7 @@ def cache_prompt(**flags: Any) -> None:
     tokens = stable_tokens(prefix, tokenizer, model.vision)
     if not tokens:
         raise click.UsageError("the prompt is too short: text that follows may change all its tokens; lengthen it")
+    warn_of_length(model, len(tokens))
     stats, file = _save(model, tokens, pictures, prefix, flags), own_file(flags["prompt_cache_file"])
     if not flags["quiet"]:
         click.echo(f"Prompt: {len(tokens)} tokens, {file.stat().st_size / 1e6:.1f} MB in {file}")

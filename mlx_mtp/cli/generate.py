@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from . import options
-from .advice import advised_and_not_given
+from .advice import advised_and_not_given, warn_of_length
 from .image_options import WithImages, image_options
 
 
@@ -44,6 +44,7 @@ def generate(**flags: Any) -> None:
     cache, pictures = options.saved_cache(model, flags), opened(model, flags["images"], flags["resize_shape"])
     follow = _tokens if cache is None else partial(_following, cache)
     prompt = follow(tokenizer, text, flags, model.vision, pictures)
+    warn_of_length(model, len(prompt) + (cache.offset if cache else 0))
     kept = {**options.generation_options(tokenizer, flags, cache), "pictures": pictures}
     chunk = kept["prefill_step_size"] or default_chunk(model)
     progress = PromptProgress(shown=shows_progress(quiet=flags["quiet"]), chunk=chunk)

@@ -62,8 +62,9 @@ def transcoded(file: str, flags: dict[str, Any]) -> Path:
 
 def _announce(prepared: Any, place: Path) -> None:
     from ..checkpoint.gguf.report import announcement, as_text
+    from .terminal import print_above
 
-    click.echo(f"{as_text(prepared)}\n{announcement(prepared, place)}", err=True)
+    print_above(f"{as_text(prepared)}\n{announcement(prepared, place)}")
 
 
 def _options(flags: dict[str, Any]) -> Any:

@@ -21,12 +21,15 @@ def inspect(path: str, revision: str | None, ranks: int, as_json: bool) -> None:
     headers and the values of norms are read; no weights are downloaded. With --ranks, memory is that of each of this
     number of machines. Exit code 1 if it does not load.
     """
-    from ..checkpoint.files import downloaded, headers_only, local
+    from ..checkpoint.files import SMOLLM2, SMOLLM2_REPO, downloaded, headers_only, local
     from ..checkpoint.gguf.cached import is_gguf
     from ..checkpoint.inspect import as_text, inspect_checkpoint
     from .progress import shows_progress, watched
 
     directory = None if is_gguf(path) else local(path) or downloaded(path, revision)
+    if directory is None and path == SMOLLM2:
+        path = SMOLLM2_REPO
+        directory = downloaded(path, revision)
     if is_gguf(directory or path):
         return _inspect_gguf(str(directory or path), ranks, as_json=as_json)
     gc.disable()  # collecting among 100,000 live tensor entries is slow

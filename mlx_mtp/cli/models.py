@@ -1,6 +1,7 @@
 """Define `mlx-mtp models`: list the models on this machine."""
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import click
 
 from .terminal import printable
 
-HEADINGS = ("NAME", "FAMILY", "SIZE", "FORMAT", "DRAFTS", "CONTEXT THAT FITS")
+HEADINGS = ("NAME", "FAMILY", "SIZE", "FORMAT", "DRAFTS", "CONTEXT")
 
 
 @click.command()
@@ -19,10 +20,10 @@ HEADINGS = ("NAME", "FAMILY", "SIZE", "FORMAT", "DRAFTS", "CONTEXT THAT FITS")
 def models(folders: tuple[Path, ...], as_json: bool, quiet: bool) -> None:
     """List the models on this machine.
 
-    Each has a line. Where MTP heads are missing, or a model does not load, a second line has the command that adds
-    them, or the reason. Models are looked for in the download cache of Hugging Face, in LM Studio's folder, in the
-    cache of mlx-mtp and in FOLDERS. Except for those in FOLDERS, the last part of a name, in any case, can be given
-    to --model unless several models have it.
+    Each has a line, with the tokens of context that fit into memory. Where MTP heads are missing, or a model does not
+    load, a second line has the command that adds them, or the reason. Models are looked for in the download cache of
+    Hugging Face, in LM Studio's folder, in the cache of mlx-mtp and in FOLDERS. Except for those in FOLDERS, the last
+    part of a name, in any case, can be given to --model unless several models have it.
     """
     from rich.progress import MofNCompleteColumn, TextColumn
 
@@ -49,6 +50,10 @@ def models(folders: tuple[Path, ...], as_json: bool, quiet: bool) -> None:
 
 
 def _row(each: Any) -> tuple[str, ...]:
+    from ..checkpoint.report import size
+
+    formats = re.sub(r"( affine)? g\d+( \(\d+ modules\))?", "", each.stored or "").split(", ")
+    stored = ", ".join(dict.fromkeys(formats))  # such as "4-bit, 8-bit": group sizes would make the table too wide
     fits = "" if each.context is None else f"{each.context:,}" if each.context else "none: too large"
-    cells = each.name, each.family or "", f"{each.size / 1e9:.2f} GB", each.stored or "", each.drafts, fits
+    cells = each.name, each.family or "", size(each.size), stored, each.drafts, fits
     return tuple(map(printable, cells))

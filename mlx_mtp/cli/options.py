@@ -283,18 +283,21 @@ def checkpoint_path(model: str | None, *, code: bool = False, flags: dict[str, A
     """
     from ..checkpoint.gguf.cached import is_gguf
 
-    found = own_path(model, code=code)
+    found = own_path(model, code=code, quiet=bool((flags or {}).get("quiet")))
     return transcoded(str(found), flags or {}) if is_gguf(found) else found
 
 
-def own_path(model: str | None, *, code: bool = False) -> Path:
+def own_path(model: str | None, *, code: bool = False, quiet: bool = False) -> Path:
     """Return the directory or GGUF file of --model, by default the demo; download it if it is on the hub.
 
-    code: also its Python files.
+    code: also its Python files. quiet: do not announce a download of smollm2.
     """
-    from ..checkpoint.files import resolve
+    from ..checkpoint.files import SMOLLM2, local, resolve
     from ..checkpoint.gguf.cached import is_gguf
+    from .pull import pull_smollm2
 
+    if model == SMOLLM2 and local(model) is None:
+        return pull_smollm2(quiet=quiet)
     return Path(demo_path() if model is None else model if is_gguf(model) else resolve(model, code=code))
 
 

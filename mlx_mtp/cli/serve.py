@@ -175,7 +175,10 @@ def _find(flags: dict[str, Any]) -> list[Any]:
     """
     from ..serve.catalog import offers
 
-    paths = [options.own_path(model, code=bool(flags["trust_remote_code"])) for model in flags["models"]]
+    paths = [
+        options.own_path(model, code=bool(flags["trust_remote_code"]), quiet=bool(flags.get("quiet")))
+        for model in flags["models"]
+    ]
     named = [(_names(model, ())[0], path) for model, path in zip(flags["models"], paths, strict=True)]
     found = offers(named, flags["models_dir"], flags["max_context"])
     names = [offer.name for offer in found]

@@ -1,4 +1,4 @@
-"""Handle keyboard input and interrupts of `mlx-mtp chat`; read plain lines without a terminal."""
+"""Print to a terminal; handle keyboard input and interrupts of `mlx-mtp chat`; read lines without a terminal."""
 
 import contextlib
 import os
@@ -26,6 +26,11 @@ CONTROLS = {**dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)
 def printable(text: str) -> str:
     """Return a text with a visible character for each control character except tab and newline, without \\r."""
     return text.translate(CONTROLS)
+
+
+def print_above(text: str) -> None:
+    """Print a line on stderr, above a bar or a spinner that is shown."""
+    click.echo(text, file=sys.stderr)  # not err=True: click would write to the stream that the bar has replaced
 
 
 def terminal_size() -> os.terminal_size:

@@ -64,6 +64,7 @@ def tune_heads(model: str | None, trust_remote_code: bool, out: Path, texts: tup
     from ..training.settings import Settings
     from ..training.tune import tune_heads as tune
     from .progress import loading, shows_progress, stages
+    from .terminal import print_above
 
     quiet, names = given.pop("quiet"), [*texts, *([data] if (data := given.pop("data")) else [])]
     adapters, mtp_path = list(given.pop("adapter_path")) or None, given.pop("mtp_path")
@@ -86,7 +87,7 @@ def tune_heads(model: str | None, trust_remote_code: bool, out: Path, texts: tup
             files or None,
             out=out,
             settings=settings,
-            confirm=None if quiet else lambda costs: click.echo(f"Estimate: {costs}", err=True),
+            confirm=None if quiet else lambda costs: print_above(f"Estimate: {costs}"),
             progress=update,
         )
     for line in tuned.lines():

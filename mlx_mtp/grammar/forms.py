@@ -187,6 +187,7 @@ def _checked(grammar: Grammar) -> Grammar:
 def _reason(error: str) -> str:
     """Return the first line of llguidance's error message; of a pattern's, the pattern's start and what is wrong."""
     first, *rest = error.strip().splitlines()
-    if not first.startswith("regex parse error") or len(rest) < 2:
+    wrong = next((line.removeprefix("error: ") for line in rest if line.startswith("error: ")), "")
+    if "regex parse error" not in first or not wrong:
         return first
-    return f"pattern {rest[0].strip()[:80]!r}: {rest[-1].removeprefix('error: ')}"
+    return f"pattern {rest[0].strip()[:80]!r}: {wrong}"

@@ -60,8 +60,11 @@ def record(
     """Read documents with the target, and append them to `recording` until it has `limit` tokens, or they end.
 
     Tokens recorded before count, and the last document is recorded whole. documents: those of `pieces`. progress:
-    called after each document with "recording", the number of recorded tokens, at most `limit`, and `limit`.
+    called at the start, since a model takes long to write the first documents, and after each document with
+    "recording", the number of recorded tokens, at most `limit`, and `limit`.
     """
+    if progress:
+        progress("recording", min(recording.size, limit), limit)
     while recording.size < limit:
         text, held = next(documents, (None, False))
         if text is None:

@@ -26,6 +26,14 @@ DEVICES = [
 ]
 
 
+@pytest.mark.parametrize("name", ["M3 Ultra", "apple m3 ultra", "m1", "M3 Max", "M3 Max 30c", "M5 Pro"])
+def test_a_chip_is_named_whole(name):
+    assert assemble.find_chip(name).name.lower().startswith(name.lower().removeprefix("apple "))
+    for mistyped in (f"{name}x", f"x{name}", f"{name} Mini"):
+        with pytest.raises(ValueError, match="unknown; allowed are M1"):
+            assemble.find_chip(mistyped)
+
+
 @pytest.mark.parametrize(("device", "cores", "name"), DEVICES)
 def test_the_chip_of_this_machine(device, cores, name):
     assert chips.find(device, cores) == name

@@ -1,7 +1,9 @@
 """Run `mlx-mtp bench parallel`: contenders take turns on the same prompts, and sequences equal those alone."""
 
 import json
+import sys
 
+import pytest
 from command_line import call
 
 from mlx_mtp import BatchGenerator, Stats
@@ -72,3 +74,17 @@ def test_a_sequence_that_differs_from_the_one_alone_is_counted():
     assert (found[PLAIN]["differs"], found[AFTER]["differs"]) == (3, 0)
     assert found[PLAIN]["seconds"] == [2.0] * 3
     assert asked == [[[0], [2]]] * 8
+
+
+@pytest.mark.parametrize(
+    ("columns", "terminal", "as_json", "noted"),
+    [(80, True, False, True), (124, True, False, False), (80, False, False, False), (80, True, True, False)],
+)
+def test_a_terminal_narrower_than_the_tables_is_noted_before_the_measurements(
+    columns, terminal, as_json, noted, monkeypatch, capsys
+):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    bench_options.note_width(as_json=as_json)
+    expected = "The tables have up to 124 columns, this terminal 80: widen it, or give --html FILE.\n"
+    assert capsys.readouterr().err == expected * noted

@@ -14,7 +14,8 @@ from mlx.utils import tree_flatten
 from sweep import sampled
 
 import mlx_mtp
-from mlx_mtp.checkpoint.gguf.cached import fingerprint
+from mlx_mtp.checkpoint.gguf import report
+from mlx_mtp.checkpoint.gguf.cached import cached, fingerprint
 from mlx_mtp.checkpoint.gguf.convert import prepare, transcode
 from mlx_mtp.checkpoint.gguf.plan import Options
 from mlx_mtp.checkpoint.parameters import named
@@ -122,6 +123,33 @@ def test_a_file_as_model_is_transcoded_once(step, tmp_path, cache):
     (tmp_path / "other.gguf").write_bytes(other)
     mlx_mtp.load_model(tmp_path / "other.gguf", lazy=True)
     assert len(list(cache.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("metal", "dtype", "scales"),
+    [
+        (False, None, mx.float32),
+        (True, None, mx.float16),
+        (False, "float16", mx.float16),
+        (True, "float32", mx.float16),
+    ],
+)
+def test_scales_of_a_file_as_model_are_float32_on_a_cpu(step, monkeypatch, metal, dtype, scales):
+    monkeypatch.setattr(mx.metal, "is_available", lambda: metal)
+    made = mx.load(str(cached(step[3], Options(dtype=dtype)) / "mtp.safetensors"))
+    assert made["model.layers.4.eh_proj.scales"].dtype == scales
+
+
+@pytest.mark.parametrize(
+    ("metal", "computes", "advised"),
+    [(False, "in float16", True), (True, "in float16", False), (False, "in float32", False)],
+)
+def test_a_conversion_to_float16_on_a_cpu_advises_float32(step, monkeypatch, metal, computes, advised):
+    monkeypatch.setattr(mx.metal, "is_available", lambda: metal)
+    monkeypatch.setattr(report, "computes", lambda _: computes)
+    text = report.announcement(prepare(step[3]), "new")
+    assert text.startswith("Transcoding ")
+    assert ("\nFor use on a CPU give --gguf-exact: " in text) == advised
 
 
 def test_inspect(step, tmp_path):

@@ -5,6 +5,7 @@ import shutil
 import warnings
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 import tiny
 from mlx_lm.models.base import create_causal_mask
@@ -106,10 +107,23 @@ def test_of_a_large_model_before_the_first_draft(put_off, demo):
         first_draft(model, 0)
     with pytest.warns(UserWarning, match=r"the first head agrees with the target on .* of words; expect no speed-up"):
         assert first_draft(model) == first_draft(demo[0])
-    assert [kind for kind, _ in model.report.agreement] == ["random tokens", "words"]
+    assert [kind for kind, _ in model.report.agreement] == ["words"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         first_draft(model)
+
+
+@pytest.mark.parametrize("width", [32, 16, 8, 4])
+def test_a_type_does_not_decide_what_is_large(monkeypatch, width):
+    """Arithmetic takes a CPU as long in any type, so the number of weights decides: 2^13 and a few in the norm."""
+    model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 64, bias=False), nn.RMSNorm(64))
+    if width < 16:
+        nn.quantize(model, group_size=32, bits=width)
+    else:
+        model.set_dtype({32: mx.float32, 16: mx.bfloat16}[width])
+    for least, large in ((8192, True), (8192 + 64, False)):
+        monkeypatch.setattr(head_self_test, "AT_LOAD", least)
+        assert head_self_test.is_large(model) == large
 
 
 def test_damage_of_heads_that_were_put_off(put_off, tmp_path):

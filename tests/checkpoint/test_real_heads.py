@@ -9,7 +9,7 @@ from served import serving
 from sweep import sweep
 
 import mlx_mtp
-from mlx_mtp.checkpoint.pull import smollm2
+from mlx_mtp.checkpoint.smollm2 import smollm2
 from mlx_mtp.demo import SHIPPED_HEADS
 from mlx_mtp.serve.server import Loaded
 

@@ -189,6 +189,21 @@ def test_a_long_prompt_and_a_closed_pipe_print_no_errors(tmp_path):
     assert (result.returncode, result.stderr) == (141, "")
 
 
+@pytest.mark.parametrize(
+    ("words", "command"), [(9, ["generate", "-m", 1]), (11, ["cache-prompt", "--prompt-cache-file", "F"])]
+)
+def test_a_prompt_of_more_tokens_than_positions_is_a_warning(words, command, tmp_path, monkeypatch):
+    """Both commands read 10 tokens; `cache-prompt` drops the last two, which a following text may change."""
+    monkeypatch.chdir(tmp_path)
+    path = shutil.copytree(demo_path(), tmp_path / "copy")
+    config = json.loads((path / "config.json").read_text())
+    for positions, warned in ((9, True), (10, False)):
+        (path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": positions}))
+        result = call(*command, "--model", path, "--ignore-chat-template", "-p", "x " * words)
+        assert result.returncode == 0, result.stderr
+        assert (f"tokens, more than the model's {positions} positions" in result.stderr) == warned
+
+
 def test_unknown_command_and_help():
     assert "nothing" in one_line_error(call("nothing"), 2)
     assert call("--help").returncode == 0

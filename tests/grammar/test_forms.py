@@ -84,6 +84,21 @@ OPTIONS = {
 }
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        grammar.regex,
+        lambda pattern: grammar.lark(f"start: /{pattern}/"),
+        lambda pattern: grammar.json_schema({"type": "string", "pattern": pattern}),
+    ],
+)
+@pytest.mark.parametrize(("pattern", "wrong"), [("[0-9", "unclosed character class"), ("(a", "unclosed group")])
+def test_the_message_states_what_is_wrong_with_a_pattern(make, pattern, wrong):
+    with pytest.raises(ValueError, match=f"{wrong}$") as found:
+        make(pattern)
+    assert pattern in str(found.value)
+
+
 def test_options_in_a_schema_change_nothing():
     for name, value in OPTIONS.items():
         hostile = {**POINT, "x-guidance": {name: value}}

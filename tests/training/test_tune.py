@@ -20,7 +20,9 @@ import mlx_mtp
 from mlx_mtp.checkpoint import load as loading
 from mlx_mtp.checkpoint import tuned as sidecars
 from mlx_mtp.checkpoint.adapters import load_adapters
-from mlx_mtp.checkpoint.inspect import inspect_checkpoint
+from mlx_mtp.checkpoint.describe import describe
+from mlx_mtp.checkpoint.inspect import as_text, inspect_checkpoint
+from mlx_mtp.checkpoint.library import Place
 from mlx_mtp.training import estimate, heads, tune
 from mlx_mtp.training import train as training
 from mlx_mtp.training.measure import Acceptance, Share
@@ -321,15 +323,18 @@ def test_conversions_keep_tuned_heads(headless, made, tmp_path):
 def test_heads_of_the_package_are_found_by_their_target_and_weights_are_read_once(
     headless, recycled, made, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(sidecars, "SHIPPED_HEADS", (made("float").file,))
+    monkeypatch.setattr(sidecars, "SHIPPED_HEADS", (made("9 tokens").file,))
     loads, real = [], loading.load_port
     monkeypatch.setattr(loading, "load_port", lambda *args, **how: loads.append(how["lazy"]) or real(*args, **how))
     assert len(load(headless).mtp) == 1
     assert loads.count(False) == 1
     other = families.headless(tmp_path / "other", TARGET, seed=7)[0]
     assert [len(load(path, **how).mtp) for path, how in ((other, {}), (headless, {"mtp": False}))] == [0, 0]
+    facts, row = inspect_checkpoint(headless), describe(Place("headless", headless))
+    assert f"MTP heads  0 found; mlx-mtp has 1, {made('9 tokens').file}" in as_text(facts)
+    assert (facts.report.lm_head, row.drafts) == ("own, of 9 tokens", "1 of mlx-mtp")
     own = load(recycled)
-    monkeypatch.setattr(loading, "shipped_heads", lambda config: made("float").file)
+    monkeypatch.setattr(loading, "shipped_heads", lambda config: made("9 tokens").file)
     assert load(recycled).spec == own.spec
 
 

@@ -1,5 +1,6 @@
 """Assemble the result of `mlx-mtp bench model`: floors, predictions, measured times, documents, errors."""
 
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -73,7 +74,9 @@ def find_chip(name: str | None) -> Chip | None:
     """Return a chip of CHIPS with its two fitted shares; None without a name, ValueError for an unknown one."""
     if name is None:
         return None
-    known = _known(name.lower().removeprefix("apple "), CHIPS) or find(name.title())
+    plain = name.lower().removeprefix("apple ")
+    sold = find(plain.title()) if re.fullmatch(r"m\d+( (pro|max|ultra))?", plain) else None  # not M3 for "M3 Ultr"
+    known = _known(plain, CHIPS) or sold
     if known is None:
         raise ValueError(f"chip={name}: unknown; allowed are {', '.join(CHIPS)}")
     return fitted_chips()[known]

@@ -2,14 +2,18 @@
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import mlx.core as mx
 
 from ...machine.paths import expanded
 from ...machine.progress import report_progress
 from ...machine.remembered import cache_directory
 from ..convert_writer import Progress
-from ..files import read_config, resolve
+from ..files import read_config
+from ..smollm2 import named_checkpoint
 from .convert import SIDECAR, Prepared, prepare, transcode
 from .header import split_names
 from .plan import Options
@@ -32,8 +36,8 @@ def find_checkpoint(path_or_repo: str | Path, revision: str | None = None, *, co
     download the checkpoint's Python files. ValueError if there is no such checkpoint, or the GGUF file cannot be
     transcoded.
     """
-    found = path_or_repo if is_gguf(path_or_repo) else resolve(path_or_repo, revision, code=code)
-    return cached(found) if is_gguf(found) else Path(found)
+    path = path_or_repo if is_gguf(path_or_repo) else named_checkpoint(path_or_repo, revision, code=code)
+    return cached(path) if is_gguf(path) else Path(path)
 
 
 def find_heads(mtp_path: str | Path | None, target: Path) -> str | Path | None:
@@ -61,12 +65,16 @@ def cached(
 ) -> Path:
     """Return the cached directory of a GGUF file's transcoding; create it if it is missing.
 
+    options: without a Metal GPU, scales and values are float32 unless `dtype` is given, because a CPU multiplies
+    quantized float16 weights thirty times as slowly.
     config_from: see `prepare`. heads_for: directory of a checkpoint for which only the file's heads are transcoded;
     `suffix`, of the cached directory's name, has to differ for checkpoints that need other heads. announce: called
     with the plan and the directory before a transcoding. progress: called with the bytes written, and all bytes;
     None calls `report_progress` in MiB. ValueError for a file that cannot be transcoded.
     """
     options, path = options or Options(), expanded(file)
+    if options.dtype is None and heads_for is None and not mx.metal.is_available():
+        options = replace(options, float32=True)
     slug = "-".join(filter(None, (options.plan, "f32" * options.float32, options.dtype)))
     if config_from is not None:
         slug += "-" + hashlib.sha256(str(config_from).encode()).hexdigest()[:8]

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import mlx.core as mx
+
 from ...kernels import BLOCK_FORMATS
 from ..report import size, table
 from .convert import Prepared
@@ -62,10 +64,16 @@ def _row(row: Row, prepared: Prepared) -> str:
 
 
 def announcement(prepared: Prepared, place: Any) -> str:
-    """Return a line with a transcoding's sizes, its destination `place` and an estimate of its duration."""
+    """Return a line with a transcoding's sizes, its destination `place` and an estimate of its duration.
+
+    Without a Metal GPU a second line advises float32, if MLX would multiply in float16.
+    """
     seconds = max(sum(row.before for row in prepared.rows) / RATE, 1)
     time = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"
-    return f"Transcoding {size(prepared.source.contents.nbytes)} to {size(prepared.nbytes)} in {place}, about {time}"
+    sizes = f"{size(prepared.source.contents.nbytes)} to {size(prepared.nbytes)}"
+    slow = "\nFor use on a CPU give --gguf-exact: it multiplies float16 thirty times as slowly as float32."
+    advice = slow if computes(prepared) == "in float16" and not mx.metal.is_available() else ""
+    return f"Transcoding {sizes} in {place}, about {time}{advice}"
 
 
 def as_facts(prepared: Prepared) -> dict[str, Any]:
