@@ -64,7 +64,8 @@ def test_each_sequence_has_the_text_that_it_has_alone(tiny_models, replay, k, sa
     assert tokens_of(drain(batch, answers)) == expected
     assert (stats[0].grammar_accepted > 0) == (most is None and k > 0)
     assert stats[1].grammar_drafted == 0
-    assert not replay or any(each.compiled_cycles for each in stats)
+    # Cycles whose drafts p_min cuts are not recorded, and these answers may have no other kind twice.
+    assert not replay or p_min or any(each.compiled_cycles for each in stats)
 
 
 def test_caches_are_at_rest_at_the_end(tiny_models):
