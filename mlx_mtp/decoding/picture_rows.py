@@ -12,6 +12,8 @@ from ..machine.errors import first_line
 from ..pictures.rows import Picture, Place, edge_after, mark_ids, places_in, positions_of, shift_at
 from ..pictures.vision import vision_of
 
+END: Any = object()  # what `next` returns at the end of an iterator
+
 
 def check_pictures(
     model: Target, cache: PromptCache, tokens: Sequence[int], pictures: Sequence[Picture], *, whole: bool = True
@@ -76,48 +78,76 @@ def features_of(model: Target, cache: PromptCache, place: Place) -> mx.array:
     ranks, if the picture cannot be encoded: `cache.pictures` lacks it or its image, memory is too small, or weights
     are damaged.
     """
-    if (found := _held(cache, place)) is None:
-        found = _of_rank_0(model, cache, place) if model.ranks else _encoded(model, cache, place)
+    found: Any = _held(cache, place)
+    if found is None:
+        if model.ranks:
+            *_, found = _of_rank_0(model, cache, place, alike=True)
+        else:
+            found = model.vision.features(_needed(cache, place)).astype(model.no_hidden().dtype)
         cache.features = place.words, found
     return found
-
-
-def _encoded(model: Target, cache: PromptCache, place: Place) -> mx.array:
-    if (picture := _named(cache, place)) is None:
-        raise ValueError(f"pictures: the picture at token {place.first} is not among them; give it again")
-    return model.vision.features(picture).astype(model.no_hidden().dtype)
-
-
-def _of_rank_0(model: Target, cache: PromptCache, place: Place) -> mx.array:
-    """Return rank 0's features of a picture on every rank; raise its error on every rank as ValueError."""
-    ranks, like, found, problem = model.ranks, model.no_hidden(), None, ""
-    assert ranks
-    if ranks.rank == 0:
-        try:
-            mx.eval(found := _encoded(model, cache, place))
-        except Exception as e:  # the other ranks wait for a message
-            problem = first_line(e)
-    if problem := ranks.broadcast(problem):
-        raise ValueError(problem)
-    return ranks.broadcast_array(found, (place.end - place.first, like.shape[-1]), like.dtype)
 
 
 def encoding(model: Target, cache: PromptCache, tokens: list[int]) -> Iterator[None]:
     """Encode the picture whose rows are the next tokens; yield after each part of the work, as `Vision.stages` does.
 
-    At the end the features are in `cache.features`. Nothing is done or yielded if the next token is text, the
-    features are stored, or `cache.pictures` lacks the picture. Raises ValueError as `Vision.stages`. Not for several
-    ranks.
+    At the end the features are in `cache.features`. Nothing is done or yielded if the next token is text, or the
+    features are stored (of several ranks, in `cache.features`). Raises ValueError if `cache.pictures` lacks the
+    picture, and any exception of the encoding. Of several ranks only rank 0 encodes, and all ranks yield equally
+    often; if rank 0 raises, the others raise ValueError.
     """
     if tokens[0] >= 0:
         return
     place = places_in(cache.tokens + tokens[: up_to_edge(cache, tokens)])[-1]
-    if _stored(model, cache, place) is None and (picture := _named(cache, place)):
+    if _stored(model, cache, place) is None:
         rows = None
-        for rows in model.vision.stages(picture):  # noqa: B007 - the last
+        for rows in (_of_rank_0 if model.ranks else _stages)(model, cache, place):  # noqa: B007 - the last
             yield
         assert rows is not None
         cache.features = place.words, rows.astype(model.no_hidden().dtype)
+
+
+def _needed(cache: PromptCache, place: Place) -> Picture:
+    """Return the picture of `cache.pictures` at a place; ValueError if there is none."""
+    if (picture := _named(cache, place)) is None:
+        raise ValueError(f"pictures: the picture at token {place.first} is not among them; give it again")
+    return picture
+
+
+def _stages(model: Target, cache: PromptCache, place: Place) -> Iterator[mx.array | None]:
+    """Encode the picture at a place and yield as `Vision.stages` does; yield only its features if they are stored."""
+    picture = _needed(cache, place)
+    stored = model.vision.stored(picture)
+    yield from model.vision.stages(picture) if stored is None else (stored,)
+
+
+def _of_rank_0(model: Target, cache: PromptCache, place: Place, *, alike: bool = False) -> Iterator[mx.array | None]:
+    """Yield on every rank None after each of the `_stages`, which rank 0 alone computes; last, rank 0's features.
+
+    If a stage raises, rank 0 raises the stage's exception, and each other rank ValueError with the first line of that
+    exception's message. alike: rank 0 raises this ValueError, too.
+    """
+    ranks, like, stages = model.ranks, model.no_hidden(), _stages(model, cache, place)
+    assert ranks
+    found: Any = None
+    error: Exception | None = None
+    while True:
+        more, problem = False, ""
+        if ranks.rank == 0:
+            try:
+                if more := (rows := next(stages, END)) is not END:
+                    found = rows
+                else:
+                    mx.eval(found := found.astype(like.dtype))
+            except Exception as e:  # the other ranks wait for a message
+                error, problem = e, first_line(e)
+        more, problem = ranks.broadcast((more, problem))
+        if problem:
+            raise ValueError(problem) if alike or error is None else error
+        if not more:
+            break
+        yield None
+    yield ranks.broadcast_array(found, (place.end - place.first, like.shape[-1]), like.dtype)
 
 
 def drop_features(cache: PromptCache) -> None:

@@ -233,8 +233,8 @@ def prefill(
     """Append to `cache` the complete chunks of a prompt that it lacks; store each and yield its end position.
 
     Before a chunk with pictures that must be encoded, yield the cache's unchanged position each time that `encoding`
-    yields; not on several ranks. The tokens after the last chunk remain for decoding, and so do up to `spare` tokens
-    even if chunks end among them.
+    yields. The tokens after the last chunk remain for decoding, and so do up to `spare` tokens even if chunks end
+    among them.
     turns: positions before which the last chunk gets a checkpoint, as the last of all does. If the generator is
     closed early, the last chunk prefilled gets one too, so that a prompt can continue there.
     """
@@ -242,9 +242,8 @@ def prefill(
     resumable = {max((cut for cut in cuts if cut <= place), default=0) for place in (*turns, len(prompt))}
     for end in cuts:
         if end > cache.offset and len(prompt) - cache.offset > spare:
-            if not served.ranks:  # their steps must be as many
-                rest = prompt[cache.offset : end]
-                yield from _resumable(served, cache, (cache.offset for _ in encoding(served.model, cache, rest)))
+            rest = prompt[cache.offset : end]
+            yield from _resumable(served, cache, (cache.offset for _ in encoding(served.model, cache, rest)))
             _prefill_to(served, cache, prompt[:end])
             with dropped("a prefix was not stored", served.tree.clear):
                 served.tree.store(cache, resumable=end in resumable)

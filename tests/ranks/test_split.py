@@ -81,7 +81,8 @@ def test_texts_and_rows_do_not_depend_on_drafts_and_ranks_agree(both_of_two, tmp
 def test_two_ranks_read_the_features_of_rank_0(both_of_two):
     """Rank 0 alone opens and encodes pictures; texts on two ranks are those of one process, with and without drafts.
 
-    Pictures are given to the decoder, to Python's functions and in requests to the server.
+    Pictures are given to the decoder, to Python's functions and in requests to the server. There another answer
+    advances while a picture is prepared, and a preparation that fails or is cancelled ends only its own request.
     """
     path, (mine, other), names = both_of_two[1]
     alone = rank_worker.pictured(path, None, 0, names)
@@ -90,7 +91,12 @@ def test_two_ranks_read_the_features_of_rank_0(both_of_two):
     assert mine["error"] == other["error"]
     assert mine["answers"] == alone["answers"]
     assert other["answers"] == alone["answers"][:1]
-    assert len(set(alone["answers"])) == 3
+    *texts, (failures, cancelled), (advanced, _) = mine["answers"]
+    assert len(set(texts)) == 3
+    assert texts[3] == texts[1]
+    assert failures == [[500, "RuntimeError: lost"], [400, "damaged"]]
+    assert cancelled
+    assert advanced == [True]
 
 
 @sweep

@@ -3,11 +3,11 @@
 import io
 import json
 import random
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from held_pictures import asked_beside_another
 from picture_requests import PATHS, base64_of, body_of, noise
 from PIL import Image
 from served import settings
@@ -16,7 +16,7 @@ from sweep import SWEEP, sampled
 import mlx_mtp
 from mlx_mtp.decoding.memory_needs import LONGEST
 from mlx_mtp.pictures import decoded
-from mlx_mtp.serve.job import DecodeRequest, End, Failed, Job
+from mlx_mtp.serve.job import End, Failed
 from mlx_mtp.serve.server import Loaded, described
 
 
@@ -130,28 +130,7 @@ def test_a_lost_prefix_needs_no_tower_and_lost_features_no_prefix(eyes, encoded)
 
 def test_another_answer_advances_while_a_picture_is_prepared(eyes, monkeypatch):
     """The preparation waits for three more events of the other answer, which the engine's thread sends."""
-    engine, answer = eyes.service.engine, []
-    pixels, more = engine.served.model.vision._pixels, threading.Event()
-    patches, advanced = pixels.patches, []
-
-    def held(*args):
-        advanced.append(all(more.clear() or more.wait(5) for _ in range(3)))
-        return patches(*args)
-
-    def take(event):
-        answer.append(event)
-        more.set()
-
-    monkeypatch.setattr(pixels, "patches", held)
-    stops = dict.fromkeys(engine.served.tokenizer.eos_token_ids, -100.0)
-    prompt = engine.served.tokenizer.encode("Write.")
-    job = Job(DecodeRequest(prompt, max_tokens=3000, penalties={"logit_bias": stops}), take)
-    engine.submit([job])
-    try:
-        body = {**body_of("chat", noise(41), "What?"), "stream": True, "return_progress": True}
-        response = eyes.post(PATHS["chat"], json=body)
-    finally:
-        job.cancelled = True
+    advanced, answer, response = asked_beside_another(eyes, monkeypatch, stream=True, return_progress=True)
     assert advanced == [True]
     assert not any(isinstance(event, End | Failed) for event in answer)
     events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]

@@ -162,7 +162,7 @@ def pictured(path: str, group, k: int, files: list[str]) -> dict:
     steps = mlx_mtp.generate_step(picture_prompts.tokens_of(*parts), model, max_tokens=12, **more)
     text, error = [token for token, *_ in steps], ""
     if group is None or group.rank() == 0:
-        vision.features = {}.__getitem__
+        vision.known, vision.features = {}, {}.__getitem__
     try:
         list(mlx_mtp.generate_step(picture_prompts.tokens_of(*parts), model, max_tokens=12, **more))
     except (ValueError, KeyError) as e:
@@ -173,12 +173,15 @@ def pictured(path: str, group, k: int, files: list[str]) -> dict:
 def answers_about(path: str, group, files: list[str]) -> list[str]:
     """Return texts after pictures, from Python's `images` and from the server; of the latter none above rank 0.
 
-    Only rank 0 has the files and reads the tower.
+    Only rank 0 has the files and reads the tower. Then the results of `failures`, `cancelled_while_held` and
+    `asked_beside_another`.
     """
-    from picture_requests import PATHS, body_of  # only this function needs the server
+    from held_pictures import asked_beside_another, cancelled_while_held, failures  # only here is the server needed
+    from picture_requests import PATHS, body_of
     from served import serving, settings
 
     from mlx_mtp.serve.follow import follow
+    from mlx_mtp.serve.job import End, Failed
     from mlx_mtp.serve.server import Loaded, shared
 
     loaded, first = Loaded(*mlx_mtp.load(path, tensor_group=group), {}, {}), group is None or group.rank() == 0
@@ -190,9 +193,15 @@ def answers_about(path: str, group, files: list[str]) -> list[str]:
         return found
     pictures = [Path(file).read_bytes() for file in files]
     with serving(lambda: loaded) as client:
-        for parts in ([*pictures, "What?"], ["a", pictures[0]]):
+        both = [*pictures, "What?"]  # at the second time from the prefix cache
+        for parts in (both, ["a", pictures[0]], both):
             body = {**body_of("chat", *parts), "temperature": 0}
             found.append(client.post(PATHS["chat"], json=body).json()["choices"][0]["message"]["content"])
+        with pytest.MonkeyPatch.context() as patch:
+            found.append([failures(client, patch), cancelled_while_held(client, patch)])
+            advanced, events, response = asked_beside_another(client, patch)
+            assert not any(isinstance(event, End | Failed) for event in events)
+            found.append([advanced, response.json()["choices"][0]["message"]["content"]])
     return found
 
 
