@@ -16,6 +16,7 @@ from mlx_mtp.lossless.check import Settings, Verdict, conclude, verify
 from mlx_mtp.lossless.compare import PLAIN, Comparison, Reference, Way, compare, compare_one_pass, drift, ways
 from mlx_mtp.lossless.prompts import Prompt, built_in, document, lengths
 from mlx_mtp.lossless.rounding_judge import PASSES, OnePass
+from mlx_mtp.lossless.wirings import Better
 
 V, NEW = 5, 40
 LONG = 60 if SWEEP else 36
@@ -322,3 +323,13 @@ def test_faults_are_listed(model):
         "the first head predicts the target's token in 1.0% of cases",
         "depth 2 predicts the target's token in 0.0% of cases",
     ]
+
+
+@pytest.mark.parametrize(("share", "is_fault"), [(0.29, False), (0.3, True)])
+def test_a_better_wiring_of_heads_that_are_rarely_right_is_a_warning(model, share, is_fault):
+    """As on texts unlike those that the heads were trained on, where another wiring can be right more often."""
+    verdict = Verdict("float32", agreement=[0.24, 0.2], better=[Better("enorm +1", [0.24, 0.2], [share, 0.2], 5.0)])
+    conclude(model, verdict)
+    found = f"wired or converted wrongly: right 24% / 20%, with enorm +1 {share:.0%} / 20%"
+    assert verdict.broken == ([f"the heads are {found}"] if is_fault else [])
+    assert verdict.warnings == ([] if is_fault else [f"the heads are perhaps {found}; both are too few to tell"])
