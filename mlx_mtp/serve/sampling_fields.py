@@ -34,7 +34,7 @@ def decode_requests(
         raise Refused("the prompt is empty", param="prompt")
     if room < 1:
         numbers = f"{len(prompt.tokens)} tokens > {info.positions - 1} maximum"
-        param = next(name for name in ("messages", "input", "prompt") if name in body)
+        param = next((name for name in ("messages", "input", "prompt") if name in body), None)  # None: Ollama's
         raise Refused(f"prompt is too long: {numbers}", code="context_length_exceeded", param=param)
     rules = _rules(body, info, most)
     if most is None and info.max_tokens is not None:

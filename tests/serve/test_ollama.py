@@ -119,6 +119,8 @@ REFUSED = {
     "a picture of a raw prompt": ({"images": ["iVBORw0KGgo="], "raw": True}, "leave out raw", None),
     "no message": ({"messages": "hi"}, "messages='hi'", None),
     "a role": ({"messages": [{"role": "robot", "content": ""}]}, "role 'robot'", None),
+    "a long prompt": ({"prompt": "hello " * 2100}, "prompt is too long", None),
+    "long messages": ({"messages": [{"role": "user", "content": "hello " * 2100}]}, "prompt is too long", None),
 }
 
 
@@ -126,7 +128,7 @@ REFUSED = {
 def test_fields_that_are_refused_or_have_no_effect(served, case):
     """An error is one line in Ollama's form; a warning is a header."""
     change, error, warning = REFUSED[case]
-    post = generate if "picture" in case else chat
+    post = generate if {"images", "prompt"} & change.keys() else chat
     found = post(served, stream=False, **{"options": {"num_predict": 1}, **change})
     if warning:
         assert warning in found.headers["X-MLX-MTP-Warning"]
