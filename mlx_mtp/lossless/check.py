@@ -304,6 +304,6 @@ def conclude(model: Target, verdict: Verdict) -> None:
         before, after = (" / ".join(f"{s:.0%}" for s in some) for some in (better.before, better.after))
         found = f"wired or converted wrongly: right {before}, with {better.wiring} {after}"
         if better.after[0] < USUAL:  # trained on other text than this, a head can draft it better by chance
-            verdict.warnings.append(f"{named[0]} perhaps {found}; both are too few to tell")
+            verdict.warnings.append(f"{named[0]} perhaps {found}; both shares are too low to decide")
         else:
             broken.append(f"{named[0]} {found}")

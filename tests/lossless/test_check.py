@@ -332,4 +332,6 @@ def test_a_better_wiring_of_heads_that_are_rarely_right_is_a_warning(model, shar
     conclude(model, verdict)
     found = f"wired or converted wrongly: right 24% / 20%, with enorm +1 {share:.0%} / 20%"
     assert verdict.broken == ([f"the heads are {found}"] if is_fault else [])
-    assert verdict.warnings == ([] if is_fault else [f"the heads are perhaps {found}; both are too few to tell"])
+    assert verdict.warnings == (
+        [] if is_fault else [f"the heads are perhaps {found}; both shares are too low to decide"]
+    )
