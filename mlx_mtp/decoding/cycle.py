@@ -116,8 +116,6 @@ def _built(d: Decoder, last: Flight, new: Flight) -> Flight:
 
 def _frame(d: Decoder, last: Flight, new: Plan) -> Frame:
     drafter = d.drafters[new.source] if new.k else None
-    if new.source == "grammar" and d.cache.live:  # it reads on, because the next cycles are often its own
-        drafter = next(iter(d.drafters.values()))
     in_step = drafter if drafter and drafter.in_step else None
     return Frame(d.model, d.cache, new, in_step, (Single(d.picker, d.history, last.base),), last.base)
 

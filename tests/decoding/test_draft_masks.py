@@ -19,7 +19,7 @@ from mlx_mtp.decoding.guided import redrafted
 from mlx_mtp.decoding.sampling import whole_rows
 from mlx_mtp.tuning.plan import Accepted, Fixed, Plan, by_depth
 
-FREE, WORDS = "(a|b|c)+", "(cab{1,3}|aa|bc|ca)+"
+FREE, WORDS = "(a|b|c)+", "(cab{1,3}|aa|bc|ca){12,}"
 HEADS, EACH = Plan("heads", 3), Plan("heads", 3, stepwise=True)
 PROMPTS = [PROMPT, [2, 2, 1, 3, 0, 1, 2, 0], [3, 1]]
 
