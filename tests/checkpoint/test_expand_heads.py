@@ -4,10 +4,12 @@ import families
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx.utils import tree_flatten
 
 import mlx_mtp
 from mlx_mtp.checkpoint import expand_heads
 from mlx_mtp.checkpoint.convert import convert
+from mlx_mtp.layers.blocks import BlockLinear
 
 IN_8_BITS = {"mtp_q_bits": 8, "mtp_q_group_size": 32}
 
@@ -53,3 +55,20 @@ def test_other_heads_keep_their_format(released, tmp_path, monkeypatch, least, o
     assert type(model.mtp[0].block.mlp.up_proj) is nn.QuantizedLinear
     assert "8-bit affine g32" in str(model.report)
     assert "expanded" not in str(model.report)
+
+
+def test_heads_with_scales_of_16_bits_become_float32(released, tmp_path, monkeypatch):
+    monkeypatch.setattr(expand_heads, "LEAST", 1)
+    model = mlx_mtp.load_model(convert(released, tmp_path / "new", dtype="float32", **IN_8_BITS).path, kernels="off")
+    model.mtp[0].set_dtype(mx.float16)
+    expand_heads.expand_heads(model)
+    assert {w.dtype for _, w in tree_flatten(model.mtp[0].parameters())} == {mx.float32}
+
+
+def test_heads_in_block_formats_are_not_read_by_mlx_lm(released, tmp_path, monkeypatch):
+    monkeypatch.setattr(expand_heads, "LEAST", 1)
+    model = mlx_mtp.load_model(convert(released, tmp_path / "new", dtype="float32", **IN_8_BITS).path, kernels="off")
+    model.mtp[0].block.mlp.up_proj.__class__ = BlockLinear
+    expand_heads.expand_heads(model)
+    assert type(model.mtp[0].block.mlp.up_proj) is BlockLinear
+    assert type(model.mtp[0].block.mlp.down_proj) is nn.QuantizedLinear
