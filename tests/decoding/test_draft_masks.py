@@ -12,6 +12,7 @@ from sweep import SWEEP, paired, sampled
 
 import mlx_mtp
 from mlx_mtp.batch.control import Controls
+from mlx_mtp.decoding import cycle
 from mlx_mtp.decoding import replay as replay_module
 from mlx_mtp.decoding.cycle_masks import CycleMasks
 from mlx_mtp.decoding.draft_sampling import HeadOutput
@@ -191,3 +192,17 @@ def test_a_fixed_plan_is_replaced_by_more_forced_drafts_only(k, forced, k_after)
     """By the longest, if there are more of them over all sequences: as many verify the drafter's own behind them."""
     planned = Plan("heads", k)
     assert redrafted(Fixed(k), planned, forced) == (Plan("grammar", k_after) if k_after else planned)
+
+
+def test_heads_do_not_read_during_cycles_of_the_grammars_drafts(tiny_models, monkeypatch):
+    """Not even after a cycle with their own drafts. The text stays."""
+    (model, plain), found, frame = tiny_models(2), [], cycle._frame
+    monkeypatch.setattr(cycle, "_frame", lambda d, last, plan: found.append(frame(d, last, plan)) or found[-1])
+    follow(monkeypatch, Listed([Plan("heads", 1)]))
+    made = of_letters("((a|b|c){4}abcabc){9}")
+    tokens, stats = ours(model, 20, made, 3, adaptive=True)
+    assert tokens == reference(plain, PROMPT, 20, made)
+    reads = {(each.plan.source, each.drafter is not None) for each in found if each.plan.k}
+    assert reads == {("grammar", False), ("heads", True)}
+    assert stats.grammar_drafted > 0
+    assert sum(stats.drafted) > 0
