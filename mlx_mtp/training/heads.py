@@ -13,6 +13,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 from mlx_lm.utils import dequantize_model
 
+from ..checkpoint.expand_heads import QUANTIZED
 from ..checkpoint.tuned import lend_rows
 from ..layers.lm_head import sliced
 from ..layers.mtp_head import MTPHead
@@ -205,7 +206,7 @@ def _formats(heads: Trained) -> Formats:
     return {
         path: {"group_size": module.group_size, "bits": module.bits, "mode": getattr(module, "mode", "affine")}
         for path, module in heads.named_modules()
-        if isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear))
+        if isinstance(module, QUANTIZED)
     }
 
 
