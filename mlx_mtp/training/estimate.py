@@ -87,13 +87,21 @@ def fit(workshop: Workshop, rows: int | None, length: int) -> tuple[int, bool]:
 
 
 def estimate(
-    workshop: Workshop, tokens: int, seen: int, rows: int, length: int, *, checkpoint: bool, write: bool
+    workshop: Workshop,
+    tokens: int,
+    seen: int,
+    rows: int,
+    length: int,
+    *,
+    checkpoint: bool,
+    write: bool,
+    expanded: int = 0,
 ) -> Estimate:
     """Return the estimate for recording `tokens` tokens and training on `seen` tokens, those of all epochs.
 
     It is computed from two timed computations: the target reads TRIED tokens, and the gradient of one row of `length`
     positions, without checkpointing. rows, checkpoint: of the training. write: the target writes the texts itself,
-    which is assumed to take four times as long as reading them.
+    which is assumed to take four times as long as reading them. expanded: bytes of the target's `dense` matrices.
     """
     model = workshop.model
     width = model.no_hidden().shape[-1]
@@ -109,7 +117,7 @@ def estimate(
     mx.eval(gradient(workshop.trained, *batch))
     step = (time.perf_counter() - began) / length
     seconds = tokens * reading * (5 if write else 1) + seen * step
-    memory = memory_of(workshop, rows, length, checkpoint=checkpoint)
+    memory = memory_of(workshop, rows, length, checkpoint=checkpoint) + expanded
     return Estimate(memory, tokens * bytes_per_token(width), seconds, rows, checkpoint)
 
 

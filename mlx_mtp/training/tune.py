@@ -16,13 +16,14 @@ from ..layers.port import Port
 from ..machine.errors import one_line
 from ..machine.paths import expanded
 from . import heads as making
+from .dense import dense
 from .estimate import Estimate, estimate, fit
 from .measure import Acceptance, measure
 from .reading import HELD_OUT, pieces, record, skip_recorded
 from .recording import Recording
 from .settings import DTYPES, FEWEST, Settings
 from .texts import Given, Text, answered, given_texts, own_texts
-from .train import Plan, put, train
+from .train import Best, Plan, put, train
 
 LENGTH = 256  # positions of a training row
 DOCUMENT = 512  # maximum tokens of a document
@@ -99,23 +100,26 @@ def tune_heads(
     try:
         recording.check_room(settings.tokens)
         _workshop(work).restore()  # refuses a model or settings before anything is recorded
-        _record(work, given, FEWEST)
-        workshop = _workshop(work)
-        rows, checkpoint = fit(workshop, settings.rows, LENGTH)
-        if confirm:
-            counts = max(0, settings.tokens - recording.size), int(settings.epochs * settings.tokens)
-            confirm(estimate(workshop, *counts, rows, LENGTH, checkpoint=checkpoint, write=texts is None))
-        workshop.restore()
-        _record(work, given, settings.tokens)
-        workshop = _workshop(work)
-        tuned, complete = _train(work, workshop, rows, checkpoint=checkpoint)
+        with dense(without_heads(model)) as expanded:
+            _record(work, given, FEWEST)
+            workshop = _workshop(work)
+            rows, checkpoint = fit(workshop, settings.rows, LENGTH)
+            if confirm:
+                counts = max(0, settings.tokens - recording.size), int(settings.epochs * settings.tokens)
+                how = {"checkpoint": checkpoint, "write": texts is None, "expanded": expanded}
+                confirm(estimate(workshop, *counts, rows, LENGTH, **how))
+            workshop.restore()
+            _record(work, given, settings.tokens)
+            workshop = _workshop(work)
+            training = _train(work, workshop, rows, checkpoint=checkpoint)
+        tuned = _finish(work, workshop, training)
     except (ValueError, OSError):
         if recording.size < FEWEST:
             shutil.rmtree(folder, ignore_errors=True)
         raise
     finally:
         model.mtp, model.spec = before
-    if complete:
+    if training.complete:
         shutil.rmtree(folder, ignore_errors=True)
     return tuned
 
@@ -229,28 +233,57 @@ def _workshop(work: _Work) -> making.Workshop:
     return workshop
 
 
-def _train(work: _Work, workshop: making.Workshop, rows: int, *, checkpoint: bool) -> tuple[Tuned, bool]:
-    """Train, measure the finished heads, and write them if they are better; return (result, all steps were done).
+@dataclass(frozen=True)
+class _Training:
+    """The result of a training. before: acceptance of the model's own heads; best: None if nothing was measured.
 
-    rows: of a batch. checkpoint: as in `chain`.
+    steps: number that were planned. complete: whether all of them were done.
     """
-    settings, recording, model = work.settings, work.recording, work.model
-    held = [document for document in recording.documents if document.held]
+
+    before: Acceptance | None
+    best: Best | None
+    steps: int
+    complete: bool
+
+
+def _train(work: _Work, workshop: making.Workshop, rows: int, *, checkpoint: bool) -> _Training:
+    """Measure the model's own heads, if it has any, and train. rows: of a batch. checkpoint: as in `chain`."""
+    settings, model = work.settings, work.model
     before = None
     if not settings.new:
         model.mtp = workshop.before[0]
-        before = measure(model, recording, held, workshop.depths)
+        before = _measured(work, workshop)
         model.mtp = workshop.trained.mtp
-    steps = max(1, round(settings.epochs * recording.size / (rows * LENGTH)))
+    steps = max(1, round(settings.epochs * work.recording.size / (rows * LENGTH)))
     rate = settings.rate or (1e-3 if settings.new else 2e-4)
     plan = Plan(steps, rows, LENGTH, rate, settings.seed, checkpoint)
-    best, complete = train(workshop, recording, plan, work.folder, work.progress)
+    best, complete = train(workshop, work.recording, plan, work.folder, work.progress)
+    return _Training(before, best, steps, complete)
+
+
+def _finish(work: _Work, workshop: making.Workshop, training: _Training) -> Tuned:
+    """Measure the best heads in their final formats, write them if they are better than before, return the result."""
+    before, best, settings, model = training.before, training.best, work.settings, work.model
     if best is None:
-        return Tuned(None, before, None, ()), False
+        return Tuned(None, before, None, ())
     put(workshop, best.parameters)
     model.mtp = workshop.finished()
-    after = measure(model, recording, held, workshop.depths)
+    with dense(without_heads(model)):
+        after = _measured(work, workshop)
     better = after.cycle.mean > (1.0 if before is None else before.cycle.mean)
     if better:
-        write_heads(model, work.file, {"mlx_mtp_tuned": json.dumps({"seed": settings.seed, "steps": steps})})
-    return Tuned(work.file if better else None, before, after, tuple(best.curve)), complete
+        write_heads(model, work.file, {"mlx_mtp_tuned": json.dumps({"seed": settings.seed, "steps": training.steps})})
+    return Tuned(work.file if better else None, before, after, tuple(best.curve))
+
+
+def _measured(work: _Work, workshop: making.Workshop) -> Acceptance:
+    """Return the acceptance of the heads in the model on the held-out documents."""
+    held = [document for document in work.recording.documents if document.held]
+    with dense([module for head in work.model.mtp for module in head.modules()]):
+        return measure(work.model, work.recording, held, workshop.depths)
+
+
+def without_heads(model: Any) -> list[Any]:
+    """Return all modules of a model but those of its MTP heads."""
+    heads = {id(module) for head in model.mtp for module in head.modules()}
+    return [module for module in model.modules() if id(module) not in heads]

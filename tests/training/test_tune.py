@@ -122,6 +122,14 @@ def test_a_new_head_of_an_adapted_target_has_plain_modules(headless, tmp_path):
     load(headless, mtp_path=found.file)
 
 
+def test_a_new_head_of_a_quantized_target_has_the_types_of_its_norms(headless, tmp_path):
+    """Not those of the float32 copies with which it is trained on a CPU."""
+    path = tmp_path / "converted"
+    mlx_mtp.convert(headless, path, dtype="bfloat16", quantize=True, q_group_size=32)
+    found = tuned(load(path), tmp_path / "new.safetensors", **{**NEW, "epochs": 0.2})
+    assert {w.dtype for w in mx.load(str(found.file)).values()} == {mx.bfloat16}
+
+
 EIGHT, FOUR = ({"mtp_q_bits": bits, "mtp_q_group_size": 32} for bits in (8, 4))
 
 
