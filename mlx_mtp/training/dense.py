@@ -1,4 +1,4 @@
-"""Compute with float32 matrices in place of quantized ones on a CPU, where MLX multiplies much faster with them."""
+"""Compute with float32 copies of quantized matrices on a CPU, where MLX multiplies much faster with them."""
 
 import copy
 from collections.abc import Iterable, Iterator

@@ -105,9 +105,8 @@ def tune_heads(
             workshop = _workshop(work)
             rows, checkpoint = fit(workshop, settings.rows, LENGTH)
             if confirm:
-                counts = max(0, settings.tokens - recording.size), int(settings.epochs * settings.tokens)
                 how = {"checkpoint": checkpoint, "write": texts is None, "expanded": expanded}
-                confirm(estimate(workshop, *counts, rows, LENGTH, **how))
+                confirm(_costs(work, workshop, rows, **how))
             workshop.restore()
             _record(work, given, settings.tokens)
             workshop = _workshop(work)
@@ -231,6 +230,13 @@ def _workshop(work: _Work) -> making.Workshop:
     if recorded:
         making.set_scale(workshop, mx.array(recorded[0][:FEWEST]))
     return workshop
+
+
+def _costs(work: _Work, workshop: making.Workshop, rows: int, **how: Any) -> Estimate:
+    """Return the estimate for the rest of the recording and the training. how: keyword arguments of `estimate`."""
+    settings = work.settings
+    missing, seen = settings.tokens - work.recording.size, int(settings.epochs * settings.tokens)
+    return estimate(workshop, max(0, missing), seen, rows, LENGTH, **how)
 
 
 @dataclass(frozen=True)
