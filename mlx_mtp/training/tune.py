@@ -105,8 +105,7 @@ def tune_heads(
             workshop = _workshop(work)
             rows, checkpoint = fit(workshop, settings.rows, LENGTH)
             if confirm:
-                how = {"checkpoint": checkpoint, "write": texts is None, "expanded": expanded}
-                confirm(_costs(work, workshop, rows, **how))
+                confirm(_costs(work, workshop, rows, checkpoint=checkpoint, write=texts is None, expanded=expanded))
             workshop.restore()
             _record(work, given, settings.tokens)
             workshop = _workshop(work)

@@ -1,4 +1,4 @@
-"""Test that a quantized target is trained beside float32 copies of its matrices on a CPU, and gets its own back."""
+"""Test that a training on a CPU computes with float32 copies of quantized matrices, and puts these back."""
 
 from types import SimpleNamespace
 
