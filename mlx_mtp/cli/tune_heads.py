@@ -44,7 +44,12 @@ from .text_files import text_files
 @click.option("--rank", type=IntRange(1), help="Train only updates of this rank to the heads' quantized matrices.")
 @click.option("--batch", "rows", type=IntRange(1), help="Rows of a batch.  [default: at most 8, as memory allows]")
 @click.option("--dtype", type=Choice(["float32", "bfloat16"]), default="float32", help="Type of the trained weights.")
-@click.option("--learning-rate", "rate", type=FloatRange(0, min_open=True), help="Peak.  [default: 2e-4, --new 1e-3]")
+@click.option(
+    "--learning-rate",
+    "rate",
+    type=FloatRange(0, min_open=True),
+    help="Peak.  [default: 0.128 divided by the hidden size, with --new 0.576; at most 1e-3]",
+)
 @click.option("--seed", type=IntRange(0, 2**31 - 1), default=0, help="Seed of the texts and of their order.")
 @click.option("--quiet", is_flag=True, help="Print no estimate and no progress.")
 @click.argument("texts", nargs=-1, metavar="[TEXTS]...", type=click.Path(exists=True, path_type=Path))

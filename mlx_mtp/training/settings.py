@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 FEWEST = 2000  # tokens with which a training starts
+PEAK = 1e-3  # learning rate, up to these hidden sizes: for a new head measured on SmolLM2, for others on the demo
+NEW_WIDTH, OWN_WIDTH = 576, 128
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 
 
@@ -17,8 +19,8 @@ class Settings:
     draft_vocab: number of tokens that a new head drafts; None for all. bits: of a new head; None does not quantize
     it. rows: of a batch; None chooses at most 8, as memory allows. dtype: type of the weights in training. rank: of
     low-rank updates of the heads' quantized weights, which are then trained alone; None trains all weights. rate: the
-    peak learning rate; None is 1e-3 for a new head, else 2e-4. seed: of the texts that the model writes, of the order
-    of documents, and of noise.
+    peak learning rate; None as `peak_rate`. seed: of the texts that the model writes, of the order of documents, and
+    of noise.
     """
 
     tokens: int = 200_000
@@ -46,3 +48,10 @@ class Settings:
             raise ValueError(f"dtype={self.dtype!r}: allowed are {', '.join(DTYPES)}")
         if self.bits not in (None, 2, 3, 4, 5, 6, 8):
             raise ValueError(f"bits={self.bits}: allowed are 2, 3, 4, 5, 6, 8 and None")
+
+    def peak_rate(self, width: int) -> float:
+        """Return the peak learning rate for heads of a model with this hidden size: `rate`, or a default.
+
+        The default falls in proportion to the size, as the best rate of Adam does (Yang et al., arXiv 2203.03466).
+        """
+        return self.rate or PEAK * min(1.0, (NEW_WIDTH if self.new else OWN_WIDTH) / width)

@@ -260,7 +260,7 @@ def _train(work: _Work, workshop: making.Workshop, rows: int, *, checkpoint: boo
         before = _measured(work, workshop)
         model.mtp = workshop.trained.mtp
     steps = max(1, round(settings.epochs * work.recording.size / (rows * LENGTH)))
-    rate = settings.rate or (1e-3 if settings.new else 2e-4)
+    rate = settings.peak_rate(model.model.norm.weight.size)
     plan = Plan(steps, rows, LENGTH, rate, settings.seed, checkpoint)
     best, complete = train(workshop, work.recording, plan, work.folder, work.progress)
     return _Training(before, best, steps, complete)

@@ -28,6 +28,7 @@ from mlx_mtp.training import train as training
 from mlx_mtp.training.measure import Acceptance, Share
 from mlx_mtp.training.optimize import Trainer
 from mlx_mtp.training.reading import is_held_out
+from mlx_mtp.training.settings import Settings
 
 SMALL = {"tokens": 2000, "epochs": 1, "rows": 4, "rate": 2e-2}
 NEW = {"new": True, "draft_vocab": None, "bits": None, **SMALL}
@@ -231,6 +232,21 @@ def test_the_first_batch_that_fits_is_chosen(rows, headless, monkeypatch):
     monkeypatch.setattr(estimate, "available", lambda: SimpleNamespace(bytes=size))
     with pytest.raises(ValueError, match="used; give a smaller batch" if rows else "used; use a smaller draft"):
         estimate.fit(workshop, rows, 40)
+
+
+@pytest.mark.parametrize(
+    ("options", "width", "rate"),
+    [
+        ({}, 128, 1e-3),
+        ({}, 32, 1e-3),
+        ({}, 4096, 1e-3 / 32),
+        ({"new": True}, 576, 1e-3),
+        ({"new": True}, 2304, 2.5e-4),
+        ({"rate": 3e-3}, 4096, 3e-3),
+    ],
+)
+def test_the_default_rate_falls_with_the_hidden_size(options, width, rate):
+    assert Settings(**options).peak_rate(width) == pytest.approx(rate)
 
 
 @pytest.mark.parametrize("held", [False, True])
