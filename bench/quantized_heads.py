@@ -1,6 +1,6 @@
 """Measure what quantizing the demo costs in accepted drafts, and what `mlx-mtp tune-heads` wins back.
 
-    python bench/quantized_heads.py [--adapter-path DIR] [--count 400] [--tokens 60000] [--epochs 4]
+    python bench/quantized_heads.py [--adapter-path DIR] [--bits 4] [--count 400] [--tokens 60000] [--epochs 4]
     python bench/quantized_heads.py --make-adapter DIR
 
 The second command trains a small LoRA adapter with mlx-lm, on docstrings of packages that the demo has not read.
@@ -131,10 +131,13 @@ def line(name: str, counts: np.ndarray) -> str:
 @click.command()
 @click.option("--make-adapter", "to", type=click.Path(path_type=Path), help="Train a LoRA adapter, and do no more.")
 @click.option("--adapter-path", help="Directory of a LoRA adapter of the demo.")
+@click.option("--bits", "widths", type=int, multiple=True, default=(4, 8), show_default=True, help="Of the heads.")
 @click.option("--count", default=400, show_default=True, help="Number of questions.")
 @click.option("--tokens", default=60_000, show_default=True, help="Tokens to record.")
 @click.option("--epochs", default=4.0, show_default=True, help="Passes over them.")
-def main(to: Path | None, adapter_path: str | None, count: int, tokens: int, epochs: float) -> None:
+def main(
+    to: Path | None, adapter_path: str | None, widths: tuple[int, ...], count: int, tokens: int, epochs: float
+) -> None:
     """Print the acceptance of the demo, of its conversions to 4 bits, and of these with tuned heads."""
     if to:
         make_adapter(to)
@@ -144,16 +147,17 @@ def main(to: Path | None, adapter_path: str | None, count: int, tokens: int, epo
         folder = Path(made)
         whole = Answers(*mlx_mtp.load(demo_path(), kernels="off"), asked, folder / "answers").counts()
         click.echo(line("demo", whole))
-        for bits in (4, 8):
+        for bits in widths:
             path, file = folder / f"heads-{bits}", folder / f"heads-{bits}.safetensors"
             mlx_mtp.convert(demo_path(), path, quantize=True, q_bits=4, mtp_q_bits=bits)
             model, tokenizer = mlx_mtp.load(path, adapter_path=adapter_path, kernels="off")
             answers = Answers(model, tokenizer, asked, folder / f"answers-{bits}")
             before = answers.counts()
             click.echo(line(f"4 bits, heads in {bits}", before))
-            began = time.perf_counter()
+            began = time.perf_counter(), time.process_time()
             tuned = mlx_mtp.tune_heads(model, tokenizer, out=file, tokens=tokens, epochs=epochs)
-            click.echo("\n".join([f"tuned in {(time.perf_counter() - began) / 60:.1f} minutes", *tuned.lines()]))
+            wall, cpu = (time.perf_counter() - began[0]) / 60, (time.process_time() - began[1]) / 60
+            click.echo("\n".join([f"tuned in {wall:.1f} minutes, {cpu:.1f} of CPU time", *tuned.lines()]))
             if tuned.file:
                 after = answers.counts(mlx_mtp.load(path, mtp_path=file, kernels="off")[0].mtp)
                 click.echo(line(f"4 bits, tuned heads in {bits}", after))

@@ -20,15 +20,13 @@ def expand_heads(model: Any) -> None:
 
     MLX's CPU computes a product with a quantized matrix row by row: one row of a head for SmolLM2 in 8 bits takes 4.0
     ms of CPU time and three rows 11.6 ms, in float32 1.5 and 2.7 ms. The report gets the new number of bytes. Heads
-    are not changed if they are not quantized, have fewer than LEAST bytes, or have tensor-wide scales or GGUF's block
-    formats, which mlx-lm's `dequantize_model` does not read.
+    are not changed if they are not quantized, have fewer than LEAST bytes, or have a `foreign` module.
     """
     if mx.default_device() != mx.cpu or drafting_bytes(model) < LEAST or model.model.norm.weight.dtype != mx.float32:
         return
     drafting = [module for head in model.mtp for module in head.modules()]
     target = [module for path, module in model.named_modules() if not path.startswith(DRAFTING)]
-    foreign = any(SCALE in module or isinstance(module, Blocks) for module in drafting)
-    if foreign or not _quantized(drafting) or _quantized(target):
+    if any(map(foreign, drafting)) or not _quantized(drafting) or _quantized(target):
         return
     for head in model.mtp:
         dequantize_model(head).set_dtype(mx.float32)  # some formats are dequantized to 16 bits
@@ -37,6 +35,11 @@ def expand_heads(model: Any) -> None:
     model.runtime.note(
         head_bytes=drafting_bytes(model), head_quantization=f"{stored}, expanded to float32 for the CPU"
     )
+
+
+def foreign(module: nn.Module) -> bool:
+    """Return whether `dequantize_model` cannot read a module's format: tensor-wide scales, GGUF's blocks."""
+    return SCALE in module or isinstance(module, Blocks)
 
 
 def _quantized(modules: list[nn.Module]) -> bool:
