@@ -31,6 +31,7 @@ import mlx_mtp
 from mlx_mtp.demo import demo_path
 from mlx_mtp.training.dense import dense
 from mlx_mtp.training.measure import counts_of
+from mlx_mtp.training.optimize import interleave_streams
 from mlx_mtp.training.reading import read
 from mlx_mtp.training.recording import Recording
 
@@ -142,6 +143,7 @@ def main(
     if to:
         make_adapter(to)
         return
+    interleave_streams()
     asked = questions(count)
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)

@@ -1,12 +1,12 @@
 """Estimate the memory, disk and time that a training needs, and choose the number of rows of a batch that fits."""
 
+import math
 import time
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..decoding.graph_memory import nbytes
@@ -14,6 +14,7 @@ from ..machine.memory import available
 from .batches import Batch
 from .heads import Workshop
 from .loss import chain_loss
+from .optimize import STREAMS, Trainer
 from .reading import read
 from .recording import bytes_per_token
 
@@ -99,9 +100,9 @@ def estimate(
 ) -> Estimate:
     """Return the estimate for recording `tokens` tokens and training on `seen` tokens, those of all epochs.
 
-    It is computed from two timed computations: the target reads TRIED tokens, and the gradient of one row of `length`
-    positions, without checkpointing. rows, checkpoint: of the training. write: the target writes the texts itself,
-    which is assumed to take four times as long as reading them. expanded: bytes of the target's `dense` matrices.
+    It is computed from two timed computations: the target reads TRIED tokens, and the gradient of a row of `length`
+    positions on each stream. rows, checkpoint: of the training. write: the target writes the texts itself, which is
+    assumed to take four times as long as reading them. expanded: bytes of the target's `dense` matrices.
     """
     model = workshop.model
     width = model.no_hidden().shape[-1]
@@ -109,13 +110,14 @@ def estimate(
     began = time.perf_counter()
     read(model, sample)
     reading = (time.perf_counter() - began) / TRIED
-    batch = _blank(1, length, width)
-    loss = partial(chain_loss, model=model, teacher=workshop.teacher, ranks=workshop.ranks, depths=workshop.depths)
-    gradient = nn.value_and_grad(workshop.trained, loss)
-    mx.eval(gradient(workshop.trained, *batch))
+    given = {"teacher": workshop.teacher, "ranks": workshop.ranks, "depths": workshop.depths}
+    loss = partial(chain_loss, model=model, **given, checkpoint=checkpoint)
+    trainer = Trainer(workshop.trained, loss, first=0, steps=1, peak=0.0, streams=math.gcd(rows, STREAMS))
+    batch = _blank(len(trainer.streams), length, width)
+    trainer.shares(*batch)
     began = time.perf_counter()
-    mx.eval(gradient(workshop.trained, *batch))
-    step = (time.perf_counter() - began) / length
+    trainer.shares(*batch)
+    step = (time.perf_counter() - began) / (len(trainer.streams) * length)
     seconds = tokens * reading * (5 if write else 1) + seen * step
     memory = memory_of(workshop, rows, length, checkpoint=checkpoint) + expanded
     return Estimate(memory, tokens * bytes_per_token(width), seconds, rows, checkpoint)

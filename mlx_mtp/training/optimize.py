@@ -1,8 +1,10 @@
 """Make training steps with AdamW, or Muon for matrices, and clipped gradients; on a CPU on several streams."""
 
 import math
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -10,10 +12,21 @@ import mlx.optimizers as optimizers
 from mlx.utils import tree_map
 
 STREAMS = 2  # one per core: MLX's CPU runs everything but BLAS on one thread
+WIDTH = "MLX_BFS_MAX_WIDTH"  # MLX's variable: the number of nodes of a graph that it orders breadth first
 GRADIENT_NORM = 1.0
 RESTART_STEPS = 30
 MUON_RATE = 8
 WARMUP_STEPS, DECAY = 50, 0.3
+
+
+def interleave_streams() -> None:
+    """Set MLX's variable WIDTH, if it is not set, so that a CPU's streams run at the same time.
+
+    By default MLX orders nearly all of one stream's operations before those of the other, and submits few at a time:
+    the streams then run one after the other, and a step takes twice as long. No effect after the process' first
+    evaluation, when MLX reads the variable.
+    """
+    os.environ.setdefault(WIDTH, "1000")
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
@@ -93,19 +106,23 @@ class Trainer:
         batch: arrays of B rows, of which each stream computes an equal part. Gradients are averaged, and scaled down
         to the norm GRADIENT_NORM if theirs is larger.
         """
-        shares = []
-        count = len(self.streams)
-        for stream, *rows in zip(self.streams, *(mx.split(array, count) for array in batch), strict=True):
-            with mx.stream(stream) if stream else nullcontext():
-                shares.append(self.gradient(self.model, *rows))
-        mx.eval(shares)
-        gradients = tree_map(lambda *g: sum(g) / count, *(g for _, g in shares))
+        shares = self.shares(*batch)
+        gradients = tree_map(lambda *g: sum(g) / len(shares), *(g for _, g in shares))
         gradients, _ = optimizers.clip_grad_norm(gradients, GRADIENT_NORM)
         restart = min(1.0, (index - self.first + 1) / RESTART_STEPS) if self.first else 1.0
         self.optimizer.learning_rate = restart * self.schedule(index, self.steps, self.peak)
         self._update(index, gradients)
         mx.eval(self.model.parameters(), self.optimizer.state)
         return mx.stack([report for (_, report), _ in shares]).mean(axis=0)
+
+    def shares(self, *batch: mx.array) -> list[Any]:
+        """Return each stream's ((loss, array to report), gradients) of its part of the rows, evaluated."""
+        found, count = [], len(self.streams)
+        for stream, *rows in zip(self.streams, *(mx.split(array, count) for array in batch), strict=True):
+            with mx.stream(stream) if stream else nullcontext():
+                found.append(self.gradient(self.model, *rows))
+        mx.eval(found)
+        return found
 
     def _update(self, index: int, gradients: dict) -> None:
         """Set parameters, optimizer and `done` to those after step `index`, not yet evaluated.

@@ -15,6 +15,7 @@ import mlx_mtp
 from mlx_mtp.checkpoint.adapters import load_adapters
 from mlx_mtp.cli import main
 from mlx_mtp.training import tune
+from mlx_mtp.training.optimize import WIDTH
 from mlx_mtp.training.recording import DOCUMENTS, ROWS, Recording
 
 OPTIONS = {"new": True, "draft_vocab": None, "bits": None, "tokens": 2000, "epochs": 0.2, "rows": 2}
@@ -109,6 +110,11 @@ def test_a_line_that_was_cut_is_dropped_and_missing_rows_are_damage(tmp_path):
         Recording(tmp_path, {}, 2)
 
 
+def command_line(target, *args):
+    """Return the result of a command that makes new heads; it leaves this process' environment as it is."""
+    return CliRunner(env={WIDTH: "20"}).invoke(main, ["tune-heads", "--model", str(target), "--new", *args])
+
+
 COMMANDS = {
     "an empty directory": (["empty"], "no files in empty"),
     "an empty file": (["--data", "empty.jsonl"], "too little text: 0 tokens"),
@@ -128,7 +134,7 @@ def test_commands_that_fail(case, target, tmp_path, monkeypatch):
     (tmp_path / "wrong.jsonl").write_text(json.dumps({"txt": "a"}))
     before = sorted(tmp_path.iterdir())
     args, message = COMMANDS[case]
-    found = CliRunner().invoke(main, ["tune-heads", "--model", str(target), "--new", "--quiet", *args])
+    found = command_line(target, "--quiet", *args)
     assert found.exit_code in (1, 2)
     assert isinstance(found.exception, SystemExit)
     assert message in found.output.replace("\n", " ")
@@ -142,7 +148,7 @@ def test_data_of_a_command_are_trained_on(target, tmp_path, monkeypatch):
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
     args = ["--data", "data.jsonl", "--tokens", "2000", "--epochs", "0.3", "--batch", "2", "--depths", "3"]
     args += ["--draft-vocab", "99999", "--learning-rate", "1e-2", "--quiet", "--out", "new.safetensors"]
-    found = CliRunner().invoke(main, ["tune-heads", "--model", str(target), "--new", *args])
+    found = command_line(target, *args)
     assert found.exit_code == 0, found.output
     assert "Written: " in found.output
     assert sorted(p.name for p in tmp_path.iterdir()) == ["data.jsonl", "new.safetensors"]

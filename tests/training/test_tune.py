@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from mlx_mtp.checkpoint.library import Place
 from mlx_mtp.training import estimate, heads, tune
 from mlx_mtp.training import train as training
 from mlx_mtp.training.measure import Acceptance, Share
-from mlx_mtp.training.optimize import Trainer
+from mlx_mtp.training.optimize import WIDTH, Trainer, interleave_streams
 from mlx_mtp.training.reading import is_held_out
 from mlx_mtp.training.settings import Settings
 
@@ -247,6 +248,15 @@ def test_the_first_batch_that_fits_is_chosen(rows, headless, monkeypatch):
 )
 def test_the_default_rate_falls_with_the_hidden_size(options, width, rate):
     assert Settings(**options).peak_rate(width) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "1000"), ("20", "20")])
+def test_streams_are_interleaved_unless_the_user_decides(before, after, monkeypatch):
+    monkeypatch.setenv(WIDTH, before or "")  # restored at the end
+    if before is None:
+        monkeypatch.delenv(WIDTH)
+    interleave_streams()
+    assert os.environ[WIDTH] == after
 
 
 @pytest.mark.parametrize("held", [False, True])
