@@ -48,7 +48,7 @@ from .text_files import text_files
     "--learning-rate",
     "rate",
     type=FloatRange(0, min_open=True),
-    help="Peak.  [default: 0.128 divided by the hidden size, with --new 0.576; at most 1e-3]",
+    help="Peak.  [default: 0.128 divided by the hidden size, with --new 0.576, with --rank 1.28; at most 1e-3]",
 )
 @click.option("--seed", type=IntRange(0, 2**31 - 1), default=0, help="Seed of the texts and of their order.")
 @click.option("--quiet", is_flag=True, help="Print no estimate and no progress.")

@@ -243,6 +243,7 @@ def test_the_first_batch_that_fits_is_chosen(rows, headless, monkeypatch):
         ({}, 4096, 1e-3 / 32),
         ({"new": True}, 576, 1e-3),
         ({"new": True}, 2304, 2.5e-4),
+        ({"rank": 8}, 5120, 2.5e-4),
         ({"rate": 3e-3}, 4096, 3e-3),
     ],
 )
