@@ -1,6 +1,6 @@
 """Measure what quantizing the demo costs in accepted drafts, and what `mlx-mtp tune-heads` wins back.
 
-    python bench/quantized_heads.py [--adapter-path DIR] [--bits 4] [--count 400] [--tokens 60000] [--epochs 4]
+    python bench/quantized_heads.py [--adapter-path DIR] [--bits 4] [--count 400] [--tokens 150000] [--epochs 4]
     python bench/quantized_heads.py --make-adapter DIR
 
 The second command trains a small LoRA adapter with mlx-lm, on docstrings of packages that the demo has not read.
@@ -134,7 +134,7 @@ def line(name: str, counts: np.ndarray) -> str:
 @click.option("--adapter-path", help="Directory of a LoRA adapter of the demo.")
 @click.option("--bits", "widths", type=int, multiple=True, default=(4, 8), show_default=True, help="Of the heads.")
 @click.option("--count", default=400, show_default=True, help="Number of questions.")
-@click.option("--tokens", default=60_000, show_default=True, help="Tokens to record.")
+@click.option("--tokens", default=150_000, show_default=True, help="Tokens to record.")
 @click.option("--epochs", default=4.0, show_default=True, help="Passes over them.")
 def main(
     to: Path | None, adapter_path: str | None, widths: tuple[int, ...], count: int, tokens: int, epochs: float
