@@ -20,13 +20,14 @@ WARMUP_STEPS, DECAY = 50, 0.3
 
 
 def interleave_streams() -> None:
-    """Set MLX's variable WIDTH, if it is not set, so that a CPU's streams run at the same time.
+    """Set MLX's variable WIDTH, so that streams run at the same time, if the default device is a CPU.
 
     By default MLX orders nearly all of one stream's operations before those of the other, and submits few at a time:
-    the streams then run one after the other, and a step takes twice as long. No effect after the process' first
-    evaluation, when MLX reads the variable.
+    the streams then run one after the other, and a step takes twice as long. A value that is set already stays. No
+    effect after the process' first evaluation, when MLX reads the variable.
     """
-    os.environ.setdefault(WIDTH, "1000")
+    if mx.default_device() == mx.cpu:
+        os.environ.setdefault(WIDTH, "1000")
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:

@@ -273,8 +273,7 @@ def _finish(work: _Work, workshop: making.Workshop, training: _Training) -> Tune
         return Tuned(None, before, None, ())
     put(workshop, best.parameters)
     model.mtp = workshop.finished()
-    with dense(without_heads(model)):
-        after = _measured(work, workshop)
+    after = _measured(work, workshop)
     better = after.cycle.mean > (1.0 if before is None else before.cycle.mean)
     if better:
         write_heads(model, work.file, {"mlx_mtp_tuned": json.dumps({"seed": settings.seed, "steps": training.steps})})
@@ -284,7 +283,7 @@ def _finish(work: _Work, workshop: making.Workshop, training: _Training) -> Tune
 def _measured(work: _Work, workshop: making.Workshop) -> Acceptance:
     """Return the acceptance of the heads in the model on the held-out documents."""
     held = [document for document in work.recording.documents if document.held]
-    with dense([module for head in work.model.mtp for module in head.modules()]):
+    with dense(work.model.modules()):
         return measure(work.model, work.recording, held, workshop.depths)
 
 

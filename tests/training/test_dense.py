@@ -99,9 +99,11 @@ def test_other_formats_stay_as_they_are():
     model = nn.Sequential(
         nn.Linear(32, 8).to_quantized(group_size=32, bits=4), scaled, to_blocks(nn.Linear(256, 8), "q6_k")
     )
-    before = model.layers[1:]
+    model.set_dtype(mx.bfloat16)  # the scales, too, which stay
+    before, codes = model.layers[1:], model.layers[2].scales
     with dense(model.modules()) as size:
         assert size == 4 * 8 * 32
         assert type(model.layers[0]) is nn.Linear
         assert all(now is then for now, then in zip(model.layers[1:], before, strict=True))
-        assert scaled.scales.dtype == mx.float32
+        assert scaled.scales.dtype == mx.bfloat16
+        assert model.layers[2].scales is codes

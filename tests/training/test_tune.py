@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import families
 import lora
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from drafters import HEADLESS
@@ -26,6 +27,7 @@ from mlx_mtp.checkpoint.inspect import as_text, inspect_checkpoint
 from mlx_mtp.checkpoint.library import Place
 from mlx_mtp.training import estimate, heads, tune
 from mlx_mtp.training import train as training
+from mlx_mtp.training.dense import dense
 from mlx_mtp.training.measure import Acceptance, Share
 from mlx_mtp.training.optimize import WIDTH, Trainer, interleave_streams
 from mlx_mtp.training.reading import is_held_out
@@ -130,6 +132,22 @@ def test_a_new_head_of_a_quantized_target_has_the_types_of_its_norms(headless, t
     mlx_mtp.convert(headless, path, dtype="bfloat16", quantize=True, q_group_size=32)
     found = tuned(load(path), tmp_path / "new.safetensors", **{**NEW, "epochs": 0.2})
     assert {w.dtype for w in mx.load(str(found.file)).values()} == {mx.bfloat16}
+
+
+def test_a_quantized_target_has_float32_copies_in_the_whole_run_and_in_the_estimate(headless, tmp_path, monkeypatch):
+    mlx_mtp.convert(headless, tmp_path / "converted", quantize=True, q_group_size=32)
+    model, kinds, costs = load(tmp_path / "converted"), set(), []
+    monkeypatch.setattr(estimate, "memory_of", lambda *_, **how: 0)
+    with dense(tune.without_heads(model)) as size:
+        pass
+    how = {**NEW, "epochs": 0.2, "confirm": costs.append}
+    tuned(
+        model, tmp_path / "new.safetensors", progress=lambda *_: kinds.add(type(model.layers[0].mlp.up_proj)), **how
+    )
+    assert kinds == {nn.Linear}
+    assert [each.memory for each in costs] == [size]
+    assert size > 0
+    assert type(model.layers[0].mlp.up_proj) is nn.QuantizedLinear
 
 
 EIGHT, FOUR = ({"mtp_q_bits": bits, "mtp_q_group_size": 32} for bits in (8, 4))
@@ -251,13 +269,16 @@ def test_the_default_rate_falls_with_the_hidden_size(options, width, rate):
     assert Settings(**options).peak_rate(width) == pytest.approx(rate)
 
 
-@pytest.mark.parametrize(("before", "after"), [(None, "1000"), ("20", "20")])
-def test_streams_are_interleaved_unless_the_user_decides(before, after, monkeypatch):
+@pytest.mark.parametrize(
+    ("device", "before", "after"), [(mx.cpu, None, "1000"), (mx.cpu, "20", "20"), (mx.gpu, None, None)]
+)
+def test_a_cpus_streams_are_interleaved_unless_the_user_decides(device, before, after, monkeypatch):
+    monkeypatch.setattr(mx, "default_device", lambda: device)
     monkeypatch.setenv(WIDTH, before or "")  # restored at the end
     if before is None:
         monkeypatch.delenv(WIDTH)
     interleave_streams()
-    assert os.environ[WIDTH] == after
+    assert os.environ.get(WIDTH) == after
 
 
 @pytest.mark.parametrize("held", [False, True])
