@@ -31,9 +31,9 @@ import mlx_mtp
 from mlx_mtp.demo import demo_path
 from mlx_mtp.training.dense import dense
 from mlx_mtp.training.measure import counts_of
-from mlx_mtp.training.optimize import interleave_streams
 from mlx_mtp.training.reading import read
 from mlx_mtp.training.recording import Recording
+from mlx_mtp.training.streams import interleave_streams
 
 LEARNED = "numpy click rich.console rich.table mlx.core mlx.nn safetensors.numpy huggingface_hub jinja2 yaml"
 MEASURED_ON = "json shlex heapq html urllib.parse zipfile tarfile copy weakref selectors glob fnmatch cmd timeit abc"

@@ -66,8 +66,8 @@ def tune_heads(model: str | None, trust_remote_code: bool, out: Path, texts: tup
     completion.
     """
     from ..checkpoint.load import load
-    from ..training.optimize import interleave_streams
     from ..training.settings import Settings
+    from ..training.streams import interleave_streams
     from ..training.tune import tune_heads as tune
     from .progress import loading, shows_progress, stages
     from .terminal import print_above

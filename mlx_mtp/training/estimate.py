@@ -14,9 +14,10 @@ from ..machine.memory import available
 from .batches import Batch
 from .heads import Workshop
 from .loss import chain_loss
-from .optimize import STREAMS, Trainer
-from .reading import read
+from .optimize import Trainer
+from .reading import read_together
 from .recording import bytes_per_token
+from .streams import STREAMS, streams
 
 STATES = 3  # arrays per trained parameter besides itself: the gradient and AdamW's two averages
 BLOCK = 14  # values of a layer's inputs and outputs per position and hidden value that the gradient needs
@@ -106,19 +107,19 @@ def estimate(
     """
     model = workshop.model
     width = model.no_hidden().shape[-1]
-    sample = [i % model.vocab_size for i in range(TRIED)]
+    samples = [[i % model.vocab_size for i in range(TRIED)]] * len(streams())
     began = time.perf_counter()
-    read(model, sample)
-    reading = (time.perf_counter() - began) / TRIED
+    read_together(model, samples)
+    reading = (time.perf_counter() - began) / TRIED / len(samples)
     given = {"teacher": workshop.teacher, "ranks": workshop.ranks, "depths": workshop.depths}
     loss = partial(chain_loss, model=model, **given, checkpoint=checkpoint)
-    trainer = Trainer(workshop.trained, loss, first=0, steps=1, peak=0.0, streams=math.gcd(rows, STREAMS))
+    trainer = Trainer(workshop.trained, loss, first=0, steps=1, peak=0.0, count=math.gcd(rows, STREAMS))
     batch = _blank(len(trainer.streams), length, width)
     trainer.shares(*batch)
     began = time.perf_counter()
     trainer.shares(*batch)
     step = (time.perf_counter() - began) / (len(trainer.streams) * length)
-    seconds = tokens * reading * (5 if write else 1) + seen * step
+    seconds = tokens * reading * (1 + (4 * len(samples) if write else 0)) + seen * step
     memory = memory_of(workshop, rows, length, checkpoint=checkpoint) + expanded
     return Estimate(memory, tokens * bytes_per_token(width), seconds, rows, checkpoint)
 

@@ -1,9 +1,7 @@
 """Make training steps with AdamW, or Muon for matrices, and clipped gradients; on a CPU on several streams."""
 
 import math
-import os
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -11,23 +9,12 @@ import mlx.nn as nn
 import mlx.optimizers as optimizers
 from mlx.utils import tree_map
 
-STREAMS = 2  # one per core: MLX's CPU runs everything but BLAS on one thread
-WIDTH = "MLX_BFS_MAX_WIDTH"  # MLX's variable: the number of nodes of a graph that it orders breadth first
+from .streams import STREAMS, streams
+
 GRADIENT_NORM = 1.0
 RESTART_STEPS = 30
 MUON_RATE = 8
 WARMUP_STEPS, DECAY = 50, 0.3
-
-
-def interleave_streams() -> None:
-    """Set MLX's variable WIDTH, so that streams run at the same time, if the default device is a CPU.
-
-    By default MLX orders nearly all of one stream's operations before those of the other, and submits few at a time:
-    the streams then run one after the other, and a step takes twice as long. A value that is set already stays. No
-    effect after the process' first evaluation, when MLX reads the variable.
-    """
-    if mx.default_device() == mx.cpu:
-        os.environ.setdefault(WIDTH, "1000")
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
@@ -75,7 +62,7 @@ class Trainer:
 
     loss: receives the model and the arrays of a batch; returns (the loss, an array to report). first: if not 0, the
     rate rises linearly to that of the schedule over RESTART_STEPS. steps: in all. peak: the highest rate. is_matrix:
-    whether Muon updates a parameter, by its path and itself; None: AdamW updates all. streams: number of streams on a
+    whether Muon updates a parameter, by its path and itself; None: AdamW updates all. count: number of streams on a
     CPU, which divides the number of rows of every batch. schedule: (step, steps, peak) -> rate.
 
     done: index of the last step that has updated the parameters, plus one; `first` before any.
@@ -90,15 +77,14 @@ class Trainer:
         steps: int,
         peak: float,
         is_matrix: Callable[[str, mx.array], bool] | None = None,
-        streams: int = STREAMS,
+        count: int = STREAMS,
         schedule: Callable[[int, int, float], float] = learning_rate,
     ):
         self.model, self.first, self.steps, self.peak, self.schedule = model, first, steps, peak, schedule
         self.done = first
         adam = optimizers.AdamW(learning_rate=0.0, betas=[0.9, 0.99], weight_decay=0.05, bias_correction=True)
         self.optimizer = MuonAndAdam(adam, is_matrix) if is_matrix else adam
-        device = mx.default_device()
-        self.streams = [mx.new_stream(device) for _ in range(streams)] if device == mx.cpu else [None]
+        self.streams = streams(count)
         self.gradient = nn.value_and_grad(model, loss)
 
     def step(self, index: int, *batch: mx.array) -> mx.array:
@@ -120,7 +106,7 @@ class Trainer:
         """Return each stream's ((loss, array to report), gradients) of its part of the rows, evaluated."""
         found, count = [], len(self.streams)
         for stream, *rows in zip(self.streams, *(mx.split(array, count) for array in batch), strict=True):
-            with mx.stream(stream) if stream else nullcontext():
+            with stream:
                 found.append(self.gradient(self.model, *rows))
         mx.eval(found)
         return found

@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from ..cache.prompt_cache import make_prompt_cache
 from .recording import OTHER, Recording
+from .streams import streams
 from .texts import LEAST, Text
 
 ROWS = 256  # rows of logits at a time
@@ -59,32 +60,51 @@ def record(
 ) -> None:
     """Read documents with the target, and append them to `recording` until it has `limit` tokens, or they end.
 
-    Tokens recorded before count, and the last document is recorded whole. documents: those of `pieces`. progress:
-    called at the start, since a model takes long to write the first documents, and after each document with
-    "recording", the number of recorded tokens, at most `limit`, and `limit`.
+    Tokens recorded before count, and the last document is recorded whole. documents: those of `pieces`; each one that
+    is taken is recorded, unless an exception ends the call. progress: called at the start, since a model takes long
+    to write the first documents, and after each document with "recording", the number of recorded tokens, at most
+    `limit`, and `limit`.
     """
     if progress:
         progress("recording", min(recording.size, limit), limit)
-    while recording.size < limit:
-        text, held = next(documents, (None, False))
-        if text is None:
-            return
-        hidden, choices = read(model, text.tokens)
-        recording.append(text.tokens, hidden, choices, text.answer, held=held)
-        if progress:
-            progress("recording", min(recording.size, limit), limit)
+    while group := _group(documents, limit - recording.size):
+        found = read_together(model, [text.tokens for text, _ in group])
+        for (text, held), (hidden, choices) in zip(group, found, strict=True):
+            recording.append(text.tokens, hidden, choices, text.answer, held=held)
+            if progress:
+                progress("recording", min(recording.size, limit), limit)
+
+
+def _group(documents: Iterator[tuple[Text, bool]], tokens: int) -> list[tuple[Text, bool]]:
+    """Return the next documents, one for each stream; fewer if they end, or once they have `tokens` tokens."""
+    group, count = list[tuple[Text, bool]](), len(streams())
+    while len(group) < count and sum(len(text.tokens) for text, _ in group) < tokens:
+        document = next(documents, None)
+        if document is None:
+            break
+        group.append(document)
+    return group
+
+
+def read_together(model: Any, documents: list[list[int]]) -> list[tuple[mx.array, mx.array]]:
+    """Return `read` of each document, evaluated at the same time: at most one for each of the `streams`."""
+    found, own = [], streams(len(documents))
+    for stream, tokens in zip(own, documents, strict=True):
+        with stream:
+            found.append(read(model, tokens))
+    mx.eval(found)
+    return found
 
 
 def read(model: Any, tokens: list[int]) -> tuple[mx.array, mx.array]:
     """Return the target's hidden states [n, width] of n tokens, and its most likely token after each, int32 [n].
 
-    Both are evaluated; each token's context are the tokens before it.
+    Each token's context are the tokens before it.
     """
     cache = make_prompt_cache(model, num_draft_tokens=0)
     hidden = model.hidden(mx.array(tokens)[None], cache.layers)
     parts = (hidden[:, i : i + ROWS] for i in range(0, len(tokens), ROWS))
     choices = mx.concatenate([mx.argmax(model.logits(part)[0], axis=-1) for part in parts])
-    mx.eval(hidden, choices)
     return hidden[0], choices.astype(mx.int32)
 
 

@@ -18,8 +18,9 @@ from .batches import Batch, batches
 from .heads import Workshop
 from .loss import chain_loss
 from .measure import Acceptance, measure
-from .optimize import STREAMS, Trainer, trapezoid
+from .optimize import Trainer, trapezoid
 from .recording import Recording
+from .streams import STREAMS
 
 MEASURES = 8  # least number of measurements of the held-out acceptance in a training
 SAVE_SECONDS = 60.0
@@ -80,7 +81,7 @@ def train(
         first=0,
         steps=plan.steps,
         peak=plan.rate,
-        streams=math.gcd(plan.rows, STREAMS),
+        count=math.gcd(plan.rows, STREAMS),
         schedule=trapezoid,
     )
     state = _State(folder / STATE, plan, workshop, trainer)

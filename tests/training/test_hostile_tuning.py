@@ -15,8 +15,8 @@ import mlx_mtp
 from mlx_mtp.checkpoint.adapters import load_adapters
 from mlx_mtp.cli import main
 from mlx_mtp.training import tune
-from mlx_mtp.training.optimize import WIDTH
 from mlx_mtp.training.recording import DOCUMENTS, ROWS, Recording
+from mlx_mtp.training.streams import WIDTH
 
 OPTIONS = {"new": True, "draft_vocab": None, "bits": None, "tokens": 2000, "epochs": 0.2, "rows": 2}
 TARGET = {**HEADLESS["qwen3"], "vocab_size": 16, "num_hidden_layers": 2}

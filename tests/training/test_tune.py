@@ -29,9 +29,10 @@ from mlx_mtp.training import estimate, heads, tune
 from mlx_mtp.training import train as training
 from mlx_mtp.training.dense import dense
 from mlx_mtp.training.measure import Acceptance, Share
-from mlx_mtp.training.optimize import WIDTH, Trainer, interleave_streams
+from mlx_mtp.training.optimize import Trainer
 from mlx_mtp.training.reading import is_held_out
 from mlx_mtp.training.settings import Settings
+from mlx_mtp.training.streams import WIDTH, interleave_streams
 
 SMALL = {"tokens": 2000, "epochs": 1, "rows": 4, "rate": 2e-2}
 NEW = {"new": True, "draft_vocab": None, "bits": None, **SMALL}
