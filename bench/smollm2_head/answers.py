@@ -24,7 +24,7 @@ from .prompts import TEST_QUESTIONS, draw
 
 LENGTH = 512  # maximum tokens of prompt and answer
 DRAWN = 20_000  # prompts to draw of the templates
-GROUP, ROWS = 96, 48  # answers of one call, and how many of them are written at once
+GROUP, ROWS = 96, 48  # answers of a call, and sequences that decode at once
 SAMPLED = 4  # one group in this number
 
 
