@@ -48,6 +48,8 @@ def conversations(model: Any, tokenizer: Any, seed: int) -> Iterator[tuple[str, 
     rest = prompts(model, tokenizer, seed)
     for wave in count():
         asked = list(islice(rest, GROUP))
+        if not asked:
+            return
         tokens = [chat_tokens(tokenizer, [question(prompt)]) for prompt in asked]
         mx.random.seed(seed + wave)
         sampled: dict[str, Any] = {"sampler": make_sampler(temp=0.8)} if wave % SAMPLED == SAMPLED - 1 else {}

@@ -1,5 +1,7 @@
 """The prompts of the program that writes SmolLM2's answers: two kinds in turn, and no test question."""
 
+from types import SimpleNamespace
+
 from bench.smollm2_head import answers
 from bench.smollm2_head.prompts import TEST_QUESTIONS
 
@@ -28,3 +30,9 @@ def test_templates_and_own_messages_in_turn_without_the_test_questions(monkeypat
     assert found[-1] == "two\nlines"
     assert len(found) == 5
     assert not {*found} & {*TEST_QUESTIONS}
+
+
+def test_answers_end_with_the_prompts(monkeypatch):
+    monkeypatch.setattr(answers, "prompts", lambda *_: iter(["a", "b"]))
+    monkeypatch.setattr(answers.mlx_mtp, "batch_generate", lambda m, t, given, **_: SimpleNamespace(token_ids=given))
+    assert [prompt for prompt, _ in answers.conversations(None, Tokenizer(), 0)] == ["a", "b"]

@@ -1,5 +1,6 @@
 """Recording reads documents at the same time, and stores what reading one after the other gives."""
 
+import os
 import threading
 from contextlib import nullcontext
 from itertools import cycle
@@ -13,7 +14,7 @@ import mlx_mtp
 from mlx_mtp.training import reading
 from mlx_mtp.training.reading import read, record
 from mlx_mtp.training.recording import Recording
-from mlx_mtp.training.streams import STREAMS, streams
+from mlx_mtp.training.streams import STREAMS, WIDTH, interleave_streams, streams
 from mlx_mtp.training.texts import Text
 
 LENGTHS = 20, 17, 33, 16, 40
@@ -68,3 +69,15 @@ def test_each_thread_has_its_own_streams(model, tmp_path):
     here = Recording(tmp_path / "here", {}, model.no_hidden().shape[-1])
     record(model, iter(documents()), here, sum(LENGTHS[:2]))
     assert np.array_equal(found[0].arrays()[0], here.arrays()[0])
+
+
+@pytest.mark.parametrize(
+    ("device", "before", "after"), [(mx.cpu, None, "1000"), (mx.cpu, "20", "20"), (mx.gpu, None, None)]
+)
+def test_a_cpus_streams_are_interleaved_unless_the_user_decides(device, before, after, monkeypatch):
+    monkeypatch.setattr(mx, "default_device", lambda: device)
+    monkeypatch.setenv(WIDTH, before or "")  # restored at the end
+    if before is None:
+        monkeypatch.delenv(WIDTH)
+    interleave_streams()
+    assert os.environ.get(WIDTH) == after

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +31,6 @@ from mlx_mtp.training.measure import Acceptance, Share
 from mlx_mtp.training.optimize import Trainer
 from mlx_mtp.training.reading import is_held_out
 from mlx_mtp.training.settings import Settings
-from mlx_mtp.training.streams import WIDTH, interleave_streams
 
 SMALL = {"tokens": 2000, "epochs": 1, "rows": 4, "rate": 2e-2}
 NEW = {"new": True, "draft_vocab": None, "bits": None, **SMALL}
@@ -268,18 +266,6 @@ def test_the_first_batch_that_fits_is_chosen(rows, headless, monkeypatch):
 )
 def test_the_default_rate_falls_with_the_hidden_size(options, width, rate):
     assert Settings(**options).peak_rate(width) == pytest.approx(rate)
-
-
-@pytest.mark.parametrize(
-    ("device", "before", "after"), [(mx.cpu, None, "1000"), (mx.cpu, "20", "20"), (mx.gpu, None, None)]
-)
-def test_a_cpus_streams_are_interleaved_unless_the_user_decides(device, before, after, monkeypatch):
-    monkeypatch.setattr(mx, "default_device", lambda: device)
-    monkeypatch.setenv(WIDTH, before or "")  # restored at the end
-    if before is None:
-        monkeypatch.delenv(WIDTH)
-    interleave_streams()
-    assert os.environ.get(WIDTH) == after
 
 
 @pytest.mark.parametrize("held", [False, True])
