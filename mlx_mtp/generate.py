@@ -9,28 +9,28 @@ import sys
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import BatchResponse
+from mlx_lm.generate import BatchResponse, StopSequences
 from mlx_lm.generate import GenerationResponse as MLXResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .batch.arguments import for_each
 from .batch.generator import BatchGenerator
-from .batch.sequence import Response
+from .batch.responses import Response
 from .cache.prompt_cache import PromptCache, make_prompt_cache
 from .decoding import options as checked
-from .decoding.agreement import Agreement, agreed
-from .decoding.cycle import Decoder
-from .decoding.drafters import drafters_of
+from .decoding.agreement import agreed
+from .decoding.driver import Driver
 from .decoding.images import images_of, with_images
-from .decoding.loop import Yielded, decode
+from .decoding.loop import decode
 from .decoding.memory_needs import make_room
-from .decoding.policy import compiled_for, control_for, forced_drafts, lookup_drafts, remember
+from .decoding.policy import forced_drafts, lookup_drafts
 from .decoding.sampling import LogitsProcessor, Picker, Sampler, Sampling, random_key
+from .decoding.sequence import Sequence as Decoded
+from .decoding.sequence import Yielded
 from .decoding.stats import Stats
 from .grammar import Constraint, Grammar, compiled
 from .layers.adapters import adapters_now
@@ -39,7 +39,6 @@ from .machine.stream import in_turn, in_turns
 from .pictures.rows import Picture
 from .ranks.watch import wait_for_reason
 from .tuning.kernel_switch import switch_on_for_drafts
-from .tuning.plan import Fixed
 
 Prompt = str | mx.array | Sequence[int]
 Generated = Generator[Yielded, None, None]
@@ -113,31 +112,22 @@ def generate_step(
     tokens, key = agreed(model.ranks, tokens, random_key(seed), (*same, constraint and constraint.text))
     matcher = constraint and constraint.matcher(cache.offset + len(tokens), most, stats)
     picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, key, draft_sampling, matcher)
-    d = Decoder(model, cache, picker, Fixed(k), stats, chunk, k, lookup, draft_p_min)
-    return _decoded(d, adaptive, compile_cycles, tokens, max_tokens, stops, prompt_progress_callback)
+    ends = StopSequences([[token] for token in stops]).matcher()
+    sequence = Decoded(cache, picker, ends, max_tokens, k, lookup, stats)
+    stats.expect(k, len(tokens), max_tokens)
+    switch_on_for_drafts(model, max(k, lookup, sequence.most_forced))
+    how = {"adaptive": adaptive, "p_min": draft_p_min, "compile_cycles": compile_cycles}
+    generated = decode(Driver(model, chunk=chunk, **how), sequence, tokens, prompt_progress_callback)
+    return in_turns(_with_reason(generated), adapters_now(model))
 
 
-def _decoded(d: Decoder, adaptive: bool, compile_cycles: bool | None, *how: Any) -> Generated:
-    """Return a generation's tokens, after setting its control and replay. how: the later arguments of `decode`."""
-    d.stats.expect(d.k, len(how[0]), how[1])
-    switch_on_for_drafts(d.model, max(d.k, d.max_lookup, d.picker.matcher.most if d.picker.matcher else 0))
-    model, lookup, d.compiled = d.model, d.max_lookup, compiled_for(d.model, d.cache, d.picker, compile_cycles)
-    options = {"adaptive": adaptive, "p_min": d.p_min > 0, "compiled": d.compiled, "matcher": d.picker.matcher}
-    control = control_for(model, d.k, lookup, **options)
-    d.control = Agreement(model.ranks, control, drafters_of(model, lookup)) if model.ranks else control
-    kept = _with_costs_kept(decode(d, *how), partial(remember, model, control, d.compiled))
-    return in_turns(kept, adapters_now(model))
-
-
-def _with_costs_kept(generated: Generated, remember_costs: Callable[[], None]) -> Generated:
-    """Yield a generation's tokens; at its end store the measured costs, which the next generation starts with."""
+def _with_reason(generated: Generated) -> Generated:
+    """Yield a generation's tokens; after an error that may be another rank's wait for the reason of its end."""
     try:
         yield from generated
     except RuntimeError as e:
         wait_for_reason(e)
         raise
-    finally:
-        remember_costs()
 
 
 @checked.explained

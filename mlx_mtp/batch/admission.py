@@ -4,10 +4,10 @@ from typing import Any
 
 from ..cache.prompt_cache import PromptCache
 from ..decoding.memory_needs import UNCHECKED, kv_bytes
+from ..decoding.pool_rows import slots_for
+from ..decoding.sequence import Sequence
 from ..layers.target import Target
 from ..machine import memory
-from .rows import slots_for
-from .sequence import Sequence
 
 
 class Admission:
@@ -27,11 +27,11 @@ class Admission:
         Always True with `ignore`, without active sequences, and if all slots have at most UNCHECKED positions in sum.
         A refusal of this sequence holds until the active sequences change.
         """
-        longest, slots = max(s.max_positions for s in (sequence, *active)), len(active) + 1
+        longest, slots = max(s.longest for s in (sequence, *active)), len(active) + 1
         slots = slots_for(slots) if self.replayed else slots
         if self.ignore or not active or slots * longest <= UNCHECKED:
             return True
-        case = sequence.uid, {s.uid for s in active}
+        case = id(sequence), {id(s) for s in active}
         if case == self._refused:
             return False
         key = layout_of(sequence.cache), longest

@@ -13,10 +13,11 @@ from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchSta
 
 from ..cache.prompt_cache import PromptCache
 from ..decoding import options as checked
-from ..decoding.history import TokenHistory
+from ..decoding.control import Controls
 from ..decoding.picture_rows import encoding
 from ..decoding.prefill import read_chunk, test_heads
 from ..decoding.sampling import LogitsProcessor, Sampler
+from ..decoding.sequence import Yielded, first_tokens
 from ..decoding.stats import Stats
 from ..layers.adapters import adapters_now
 from ..layers.target import Target
@@ -24,9 +25,8 @@ from ..machine.stream import in_turn
 from ..tuning.kernel_switch import switch_on_for_batches
 from .admission import Admission
 from .arguments import columns_of
-from .control import Controls
-from .places import Places
-from .sequence import PromptResponse, Response, Sequence, first_tokens
+from .drivers import Drivers
+from .responses import PromptResponse, Request, Response
 from .settings import Settings
 
 END = object()  # what `next` returns at the end of an iterator
@@ -72,8 +72,9 @@ class BatchGenerator:
         self._stops = StopSequences(stop_tokens or None)
         how = {"adaptive": settings.adaptive, "p_min": settings.draft_p_min > 0, "replayed": settings.replays}
         self._admission = Admission(model, ignore=not settings.check_memory, replayed=settings.replays)
-        self._unprocessed: deque[Sequence] = deque()
-        self._places = Places(settings, Controls(model, **how).control)
+        self._queued: deque[Request] = deque()
+        self._active: list[Request] = []
+        self._drivers = Drivers(settings, Controls(model, **how).control)
         self.failed: int | None = None
         self._failed: list[tuple[int, Exception]] = []
         self._uids = 0
@@ -89,9 +90,9 @@ class BatchGenerator:
     @in_turn()
     def close(self) -> None:
         """Cancel all sequences, and drop errors that were not raised yet."""
-        self._unprocessed.clear()
+        self._queued.clear()
         self._failed.clear()
-        self._places.clear()
+        self._drivers.clear()
 
     @contextmanager
     def stats(self) -> Iterator[BatchStats]:
@@ -106,7 +107,7 @@ class BatchGenerator:
     @property
     def prompt_cache_nbytes(self) -> int:
         """Bytes of the caches of all sequences, queued and active, and of the pools with their free slots."""
-        return self._places.pool_nbytes + sum(s.cache.nbytes for s in self._sequences())
+        return self._drivers.pool_nbytes + sum(r.sequence.cache.nbytes for r in self._requests())
 
     def insert(
         self, prompts: Any, max_tokens: Any = None, caches: Any = None, *more: Any, **options: Any
@@ -167,10 +168,10 @@ class BatchGenerator:
         _check_stats(self.settings.stats, columns["stats"])
         arguments = enumerate(zip(segments, *columns.values(), strict=True), self._uids)
         with self._adapted():
-            new = [self.settings.sequence(uid, *each) for uid, each in arguments]
-        self._unprocessed += new
+            new = [self.settings.request(uid, *each) for uid, each in arguments]
+        self._queued += new
         self._uids += n
-        return [sequence.uid for sequence in new]
+        return [request.uid for request in new]
 
     @in_turn()
     def next(self) -> tuple[list[PromptResponse], list[Response]]:
@@ -189,15 +190,13 @@ class BatchGenerator:
         if self._failed:
             self.failed = self._failed[0][0]
             raise self._failed.pop(0)[1]
-        counters, tic, active = self._counters, time.perf_counter(), self._places.sequences
-        places = len(self._places)
-        responses = self._places.cycle()
-        self._collect_failed(active)
+        counters, tic, places = self._counters, time.perf_counter(), len(self._drivers)
+        responses = self._cycle()
         counters.generation_steps += places
         counters.decode_time += time.perf_counter() - tic
         progress = self._prefill(responses)
         if progress or places > 1:
-            self._places.hide()
+            self._drivers.hide()
         counters.generation_tokens += len(responses)
         stats = self.settings.stats
         stats.prompt_tokens, stats.generation_tokens = counters.prompt_tokens, counters.generation_tokens
@@ -207,20 +206,39 @@ class BatchGenerator:
 
     def hide(self) -> None:
         """Mark the next cycle as not timed, because other work is computed before it ends."""
-        self._places.hide()
+        self._drivers.hide()
 
-    def _collect_failed(self, sequences: list[Sequence]) -> None:
-        """Move the errors of sequences to the list to raise: an error's traceback refers to its sequence."""
-        for sequence in sequences:
-            if sequence.error:
-                self._failed.append((sequence.uid, sequence.error))
-                sequence.error = None
+    def _cycle(self) -> list[Response]:
+        """Run one cycle of the active sequences; return its responses. Requests that have ended are dropped."""
+        new: dict[int, list[Yielded]] = {}
+        for each in self._drivers.cycle():
+            new.setdefault(id(each.sequence), []).extend(each)
+        responses = []
+        for request in self._active:
+            found = request.responses(new.get(id(request.sequence), ()))
+            request.sequence.stats.generation_tokens += len(found)
+            responses += self._ended(request, found)
+        self._active = [request for request in self._active if not request.sequence.finished]
+        return responses
+
+    def _ended(self, request: Request, responses: list[Response]) -> list[Response]:
+        """Return the responses of a request; the last one of a finished sequence gets its cache, which is at rest.
+
+        An error that ended the sequence is kept for `next`: its traceback refers to the sequence.
+        """
+        sequence = request.sequence
+        if sequence.error:
+            self._failed.append((request.uid, sequence.error))
+            sequence.error = None
+        elif sequence.finished and responses:
+            responses[-1].prompt_cache, responses[-1].all_tokens = sequence.cache, list(sequence.cache.tokens)
+        return responses
 
     def next_generated(self) -> list[Response]:
         """Call `next` until it returns tokens and return them; [] if no sequence is left. Raises as `next` does."""
         while True:
             responses = self.next()[1]
-            if responses or not (self._sequences() or self._failed):
+            if responses or not (self._requests() or self._failed):
                 return responses
 
     @in_turn()
@@ -231,9 +249,10 @@ class BatchGenerator:
         uids: None for all; unknown or finished ones are left out.
         """
         found = {}
-        for sequence in self._sequences(uids):
-            cache = sequence.cache.copy() if sequence in self._unprocessed else self._places.cache_of(sequence)
-            found[sequence.uid] = cache, list(cache.tokens)
+        for request in self._requests(uids):
+            queued, sequence = request in self._queued, request.sequence
+            cache = sequence.cache.copy() if queued else self._drivers.cache_of(sequence)
+            found[request.uid] = cache, list(cache.tokens)
         return found
 
     @in_turn()
@@ -243,17 +262,18 @@ class BatchGenerator:
         uids: a collection; unknown and finished ones are ignored. Errors of these uids not raised yet are dropped.
         """
         caches = self.extract_cache(uids) if return_prompt_caches else {}
-        for sequence in self._sequences(uids):
-            if sequence in self._unprocessed:
-                self._unprocessed.remove(sequence)
+        for request in self._requests(uids):
+            if request in self._queued:
+                self._queued.remove(request)
             else:
-                self._places.remove(sequence)
+                self._active.remove(request)
+                self._drivers.remove(request.sequence)
         self._failed = [(uid, error) for uid, error in self._failed if uid not in set(uids)]
         return caches
 
-    def _sequences(self, uids: Any = None) -> list[Sequence]:
-        every = [*self._unprocessed, *self._places.sequences]
-        return every if uids is None else [s for s in every if s.uid in set(uids)]
+    def _requests(self, uids: Any = None) -> list[Request]:
+        every = [*self._queued, *self._active]
+        return every if uids is None else [request for request in every if request.uid in set(uids)]
 
     def _prefill(self, responses: list[Response]) -> list[PromptResponse]:
         """Prefill about one chunk of queued prompts, as far as they are admitted; return their progress.
@@ -262,65 +282,65 @@ class BatchGenerator:
         its error is kept for `next`.
         """
         progress, tic, left = [], time.perf_counter(), self.settings.chunk
-        while left > 0 and self._unprocessed:
-            sequence = self._unprocessed[0]
+        while left > 0 and self._queued:
+            request = self._queued[0]
             try:
-                active = self._places.sequences
+                active = [each.sequence for each in self._active]
                 room = len(active) < self.completion_batch_size
-                if not (sequence.started or (room and self._admission.admits(sequence, active))):
+                if not (request.started or (room and self._admission.admits(request.sequence, active))):
                     break
-                left -= self._prefill_chunk(sequence, progress, responses)
+                left -= self._prefill_chunk(request, progress, responses)
             except Exception as e:
-                if sequence in self._unprocessed:
-                    self._unprocessed.remove(sequence)
-                sequence.fail(e)
-                self._collect_failed([sequence])
+                if request in self._queued:
+                    self._queued.remove(request)
+                self._failed.append((request.uid, e))
         self._counters.prompt_time += time.perf_counter() - tic
         return progress
 
-    def _prefill_chunk(self, sequence: Sequence, progress: list[PromptResponse], responses: list[Response]) -> int:
-        """Prefill the next chunk of a sequence's prompt; return the number of tokens read.
+    def _prefill_chunk(self, request: Request, progress: list[PromptResponse], responses: list[Response]) -> int:
+        """Prefill the next chunk of a prompt; return the number of tokens read.
 
         If the next token is a row of a picture that is not yet encoded, encode a part of the picture instead, read no
         token, and return the size of a chunk. A prefilled chunk's progress is appended to `progress`, and after the
         last chunk the response for the first new token to `responses`.
         """
-        if not sequence.started:
-            sequence.started = True
+        sequence, cache = request.sequence, request.sequence.cache
+        if not request.started:
+            request.started = True
             sequence.stats.start()
-            sequence.cache.begin(sequence.cache.offset + sequence.total)
-        chunk, piece = self.settings.chunk, sequence.segments[0]
-        sequence.encoding = sequence.encoding or encoding(self.model, sequence.cache, piece[:chunk])
-        if next(sequence.encoding, END) is not END:
-            self._places.hide()
+            cache.begin(cache.offset + request.total)
+        chunk, piece = self.settings.chunk, request.segments[0]
+        request.encoding = request.encoding or encoding(self.model, cache, piece[:chunk])
+        if next(request.encoding, END) is not END:
+            self._drivers.hide()
             return chunk
-        sequence.encoding = None
-        hidden, n = read_chunk(self.model, sequence.cache, piece[:chunk], heads=sequence.k > 0, chunk=chunk)
-        sequence.segments[0] = piece[n:]
+        request.encoding = None
+        hidden, n = read_chunk(self.model, cache, piece[:chunk], heads=sequence.k > 0, chunk=chunk)
+        request.segments[0] = piece[n:]
         self._counters.prompt_tokens += n
-        whole, sequence.segments = not sequence.segments[0], [piece for piece in sequence.segments if piece]
-        done = sequence.total - sum(map(len, sequence.segments))
-        progress.append(PromptResponse(sequence.uid, (done, sequence.total), whole, not sequence.segments))
-        if not sequence.segments:
-            self._unprocessed.popleft()
-            responses += self._start(sequence, hidden)
+        whole, request.segments = not request.segments[0], [piece for piece in request.segments if piece]
+        done = request.total - sum(map(len, request.segments))
+        progress.append(PromptResponse(request.uid, (done, request.total), whole, not request.segments))
+        if not request.segments:
+            self._queued.popleft()
+            responses += self._start(request, hidden)
         return n
 
-    def _start(self, sequence: Sequence, hidden: mx.array) -> list[Response]:
-        """Choose the first token of a sequence after its prefill and make it active; return its response in a list.
+    def _start(self, request: Request, hidden: mx.array) -> list[Response]:
+        """Choose the first token of a request after its prefill and make it active; return its response in a list.
 
         If that token ends the sequence, it does not become active and the response has its cache.
         """
+        sequence = request.sequence
         if sequence.k:
             test_heads(self.model)
         run, first = first_tokens(self.model, sequence, hidden)
-        sequence.history = TokenHistory(sequence.cache.ids, sequence.cache.tokens)
-        responses = sequence.append(first, 0, run.logprobs[0] if run.logprobs else None)
-        sequence.stats.note_first_token()
+        sequence.append(first)
         sequence.stats.generation_tokens += 1
         if not sequence.finished:
-            self._places.activate(sequence, run)
-        return sequence.attach_cache(responses)
+            self._active.append(request)
+            self._drivers.activate(sequence, run)
+        return self._ended(request, request.responses([(first[0], run.logprobs_of(0), False)]))
 
 
 def _check_stats(whole: Stats, each: list[Stats | None]) -> None:

@@ -1,4 +1,4 @@
-"""Check the options that all sequences of a batch share, and create each sequence from its own arguments."""
+"""Check the options that all sequences of a batch share, and create each request from its own arguments."""
 
 from itertools import chain
 from typing import Any
@@ -15,10 +15,11 @@ from ..decoding.memory_needs import check_prompt, within
 from ..decoding.picture_rows import check_pictures
 from ..decoding.policy import forced_drafts, lookup_drafts
 from ..decoding.sampling import Picker, Sampling, random_key
+from ..decoding.sequence import Sequence
 from ..decoding.stats import Stats
 from ..grammar import compiled
 from ..layers.target import Target
-from .sequence import Sequence
+from .responses import Request
 
 SAMPLING = tuple(Sampling.__dataclass_fields__)
 
@@ -72,7 +73,7 @@ class Settings:
         self.stats.num_draft_tokens = self.k
         self.stats.start()
 
-    def sequence(
+    def request(
         self,
         uid: int,
         segments: Any,
@@ -87,8 +88,8 @@ class Settings:
         stats: Stats | None,
         grammar: Any,
         pictures: Any,
-    ) -> Sequence:
-        """Return a queued sequence made of one prompt's arguments of `BatchGenerator.insert_segments`.
+    ) -> Request:
+        """Return a queued request made of one prompt's arguments of `BatchGenerator.insert_segments`.
 
         sampler, seed, k: None gives this batch's own value. cache, stats: None gives a new one; processors, stops,
         grammar, pictures: none. A given cache is copied. Empty segments are skipped; at least one must have tokens.
@@ -124,4 +125,7 @@ class Settings:
         stops = stops if isinstance(stops, StopSequences) else StopSequences(stops)
         stats.expect(k, total, max_tokens)
         stats.whole = self.stats
-        return Sequence(uid, pieces, own, Picker(options, *how), stops.matcher(), max_tokens, k, max_lookup, stats)
+        longest = own.offset + total + abs(max_tokens)
+        picker = Picker(options, *how)
+        sequence = Sequence(own, picker, stops.matcher(), max_tokens, k, max_lookup, stats, longest)
+        return Request(uid, sequence, pieces)

@@ -36,7 +36,7 @@ def test_replayed_cycles_round_the_number_of_slots(tiny_models, monkeypatch):
     """A fifth sequence needs two slots more; there is memory for one."""
     model, _ = tiny_models(0)
     monkeypatch.setattr(admission, "UNCHECKED", 0)
-    sequence = types.SimpleNamespace(cache=mlx_mtp.make_prompt_cache(model), max_positions=20, uid=0)
+    sequence = types.SimpleNamespace(cache=mlx_mtp.make_prompt_cache(model), longest=20)
     each = sum(kv_bytes(model, sequence.cache, 20))
     monkeypatch.setattr(admission.memory, "available", lambda: Available(int(5.1 * each), "a test"))
     for replayed in (False, True):

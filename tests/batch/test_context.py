@@ -27,7 +27,7 @@ def test_one_sequence(tiny_models, contexts):
 def test_several_sequences(tiny_models, contexts):
     model, _ = tiny_models(0)
     batch = mlx_mtp.BatchGenerator(model)
-    batch.insert(PROMPTS, [12] * 2)
+    batch.insert(PROMPTS, [12, 4])
     while batch.next_generated():
         pass
     together = [cycle.context for cycle in contexts]

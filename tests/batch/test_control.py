@@ -5,11 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlx_mtp.batch import control as controls
-from mlx_mtp.batch.control import Controls, outcome
+from mlx_mtp.decoding import control as controls
+from mlx_mtp.decoding.control import Controls, outcome
 from mlx_mtp.decoding.clock import Clock
 from mlx_mtp.tuning.costs import dense
-from mlx_mtp.tuning.plan import PLAIN, Fixed, Plan
+from mlx_mtp.decoding.flight import Flight
+from mlx_mtp.tuning.plan import PLAIN, Accepted, Fixed, Plan
 
 
 @pytest.fixture
@@ -26,7 +27,8 @@ def drive(control, cost: float, cycles: int = 150) -> list[int]:
         plan = control.plan()
         ks.append(plan.k)
         right = [min(plan.k, len(ks) % 5), plan.k]
-        control.observe(outcome(plan, plan.k, [(a, plan.k) for a in right], 0.01 * (1 + cost * plan.k), 0))
+        flight = read(plan, plan.k, [(a, plan.k) for a in right], 0)
+        control.observe(outcome(flight, 0.01 * (1 + cost * plan.k)))
     return ks
 
 
@@ -51,10 +53,17 @@ def test_a_fixed_number_of_drafts_is_not_learned(known):
 
 def test_the_outcome_of_several_sequences():
     """Of three sequences one may accept a single draft; at the second depth two may accept, and one does."""
-    cycle = outcome(Plan(k=2), 2, [(2, 2), (0, 2), (1, 1)], 0.5, 7)
+    cycle = outcome(read(Plan(k=2), 2, [(2, 2), (0, 2), (1, 1)], 7), 0.5)
     assert (cycle.accepted, cycle.verified, cycle.seconds, cycle.prefilled) == (1.0, 2, 0.5, 7)
     assert cycle.depths == ((2 / 3, 1.0), (1 / 3, 1 / 3))
-    assert outcome(PLAIN, 0, [(0, 0)], None, 0).depths == ()
+    assert outcome(read(PLAIN, 0, [(0, 0)], 0), None).depths == ()
+
+
+def read(plan: Plan, verified: int, counts: list[tuple[int, int]], prefilled: int) -> Flight:
+    """Return a cycle that was read, with the (accepted drafts, limit) of each sequence."""
+    flight = Flight([None] * len(counts), plan, prefilled=prefilled)
+    flight.run, flight.kept = SimpleNamespace(size=1 + verified), [Accepted(*each) for each in counts]
+    return flight
 
 
 def test_hidden_cycles_are_not_timed(monkeypatch):

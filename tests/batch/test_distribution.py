@@ -72,6 +72,6 @@ def test_the_enumerated_sequences_share_a_pool(tiny_models):
     batch.insert(PROMPTS, [5] * 3)
     batch.next()
     batch.next()
-    (group,) = batch._places.groups.values()
-    assert isinstance(group.pool, Pool)
-    assert len(group.sequences) == 3
+    (driver,) = batch._drivers
+    assert isinstance(driver.seating.cache, Pool)
+    assert len(driver.sequences) == 3

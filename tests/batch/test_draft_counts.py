@@ -9,7 +9,7 @@ from sweep import sampled
 
 import mlx_mtp
 from mlx_mtp.batch.generator import BatchGenerator
-from mlx_mtp.batch.lone import Lone
+from mlx_mtp.decoding.driver import Driver
 from mlx_mtp.decoding.options import draft_count
 
 PROMPTS = [[1, 2, 3, 0, 2, 4], [2, 2, 1], [3, 0, 1, 2, 2, 1, 0], [4, 1], [0, 1, 2, 3]]
@@ -90,8 +90,8 @@ def test_a_cache_with_fewer_heads_lowers_the_default_only(model_of):
 
 def test_lookups_follow_the_sequences_own_limit(model_of, monkeypatch):
     """A drafting sequence uses lookups also in a generator without drafts, a plain one never."""
-    start, lookups = Lone._start, []
-    monkeypatch.setattr(Lone, "_start", lambda self: lookups.append(self.sequence.max_lookup) or start(self))
+    join, lookups = Driver.join, []
+    monkeypatch.setattr(Driver, "join", lambda d, s, run: lookups.append(s.max_lookup) or join(d, s, run))
     model = model_of("three heads")
     for default, limit in ((0, 2), (2, 0), (0, None)):
         batch = BatchGenerator(model, num_draft_tokens=default, prompt_lookup=True if limit == 2 else None)

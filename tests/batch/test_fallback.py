@@ -29,7 +29,7 @@ def together(model, texts, k, **options):
     batch = mlx_mtp.BatchGenerator(model, num_draft_tokens=k, **options)
     found, steps, left = {}, 0, sorted(enumerate(texts), key=lambda item: item[1][-1])
     numbers = {}
-    while left or batch._sequences():
+    while left or batch._requests():
         while left and left[0][1][-1] <= steps:
             i, (prompt, n, temp, seed, _) = left.pop(0)
             (uid,) = batch.insert([prompt], [n], samplers=[Sampling(temp=temp)], seeds=[seed])

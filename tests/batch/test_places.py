@@ -10,9 +10,9 @@ from subjects import quantizable_model, subjects
 from sweep import sampled
 
 import mlx_mtp
-from mlx_mtp.batch import places
-from mlx_mtp.batch.group import Group
-from mlx_mtp.batch.lone import Lone
+from mlx_mtp.decoding import driver
+from mlx_mtp.decoding.alone import Alone
+from mlx_mtp.decoding.driver import Driver
 
 NAMES = ["step3p5", "quantized", "qwen3_next", "eagle"]
 
@@ -24,19 +24,35 @@ def subject(tiny_models, tmp_path_factory):
 
 @pytest.fixture
 def moves(monkeypatch):
-    """Record moves: "together" from the loop to a pool, "apart" back."""
-    found = []
-    finish, leave = Lone.finish, Group.finish
-    monkeypatch.setattr(Lone, "finish", lambda lone: (found.append("together"), finish(lone))[1])
-    monkeypatch.setattr(Group, "finish", lambda group: (found.append("apart"), leave(group))[1])
+    """Record moves: "together" from an own cache to a pool, "apart" back."""
+    found, finish = [], Driver._finish
+
+    def moved(d):
+        found.append("together" if isinstance(d.seating, Alone) else "apart")
+        return finish(d)
+
+    monkeypatch.setattr(Driver, "_finish", moved)
     return found
 
 
 def test_a_moving_sequence_keeps_the_row_that_chose_its_last_token(subject, monkeypatch):
     """For any number of accepted rows in the last cycle."""
-    s, seen = subject("step3p5"), []
-    for kind in (Lone, Group):
-        monkeypatch.setattr(kind, "finish", _watched(kind.finish, s.model, seen))
+    s, seen, finish = subject("step3p5"), [], Driver._finish
+
+    def watched(d):
+        found, waiting = finish(d), [*d.pending]
+        for text, row in waiting:
+            accepted = [len(new.tokens) for new in found if new.sequence is text]
+            if not accepted:
+                continue
+            seen.extend(accepted)
+            tokens = mx.array([text.all_tokens[:-1]])
+            hidden = s.model.hidden(tokens, mlx_mtp.make_prompt_cache(s.model).layers)[:, -1:]
+            assert mx.allclose(row.hidden, hidden, atol=1e-4)
+            assert row.tokens.tolist() == [text.all_tokens[-1:]]
+        return found
+
+    monkeypatch.setattr(Driver, "_finish", watched)
     for seed in range(count(1, 20)):
         rng = random.Random(seed)
         cases = long_one_and_guests(rng, s.model.vocab_size, s.k)
@@ -44,20 +60,6 @@ def test_a_moving_sequence_keeps_the_row_that_chose_its_last_token(subject, monk
             case.sampling, case.own_sampler, case.penalty, case.k = {}, False, None, s.k
         run(s.model, cases, {}, s.k, None)
     assert max(seen) > 1
-
-
-def _watched(finish, model, seen: list[int]):
-    def watched(place):
-        found = finish(place)
-        moved = found[1] if isinstance(place, Group) else [(place.sequence, place.run)]
-        for text, row in moved:
-            seen.append(len(found[0] if isinstance(place, Group) else found))
-            hidden = model.hidden(mx.array([text.all_tokens[:-1]]), mlx_mtp.make_prompt_cache(model).layers)[:, -1:]
-            assert mx.allclose(row.hidden, hidden, atol=1e-4)
-            assert row.tokens.tolist() == [text.all_tokens[-1:]]
-        return found
-
-    return watched
 
 
 def long_one_and_guests(rng: random.Random, vocab: int, most: int) -> list[Case]:
@@ -88,7 +90,7 @@ def test_a_sequence_moves_and_keeps_its_tokens(subject, tiny_models, moves, monk
 
 def test_each_sequence_is_counted_wherever_it_decodes(tiny_models, moves, monkeypatch):
     """The sum equals the generator's stats."""
-    monkeypatch.setattr(places, "CALM", 2)
+    monkeypatch.setattr(driver, "CALM", 2)
     model, _ = tiny_models(0)
     every, own = mlx_mtp.Stats(), [mlx_mtp.Stats(), mlx_mtp.Stats()]
     batch = mlx_mtp.BatchGenerator(model, num_draft_tokens=2, adaptive=False, stats=every)

@@ -13,7 +13,7 @@ from subjects import subjects
 from sweep import sampled, sweep
 
 import mlx_mtp
-from mlx_mtp.batch.rows import slots_for
+from mlx_mtp.decoding.pool_rows import slots_for
 from mlx_mtp.cache.pool import Pool
 from mlx_mtp.decoding import policy, replay
 from mlx_mtp.decoding.replay import Recorder

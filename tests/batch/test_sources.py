@@ -7,9 +7,8 @@ from subjects import subjects
 from sweep import paired, sampled
 
 import mlx_mtp
-from mlx_mtp.batch import pool_cycle
 from mlx_mtp.cache.pool import Pool
-from mlx_mtp.decoding import step
+from mlx_mtp.decoding import early, step
 from mlx_mtp.decoding.policy import LOOKUP_DRAFTS
 from mlx_mtp.kernels import KernelRefused
 from mlx_mtp.layers.lm_head import LMHeadSite, place_heads
@@ -56,7 +55,7 @@ def verified(monkeypatch):
         return real(frame, run, drafts, limits)
 
     monkeypatch.setattr(step, "verify", verify)
-    monkeypatch.setattr("mlx_mtp.batch.pool_cycle.verify", verify)
+    monkeypatch.setattr(early, "verify", verify)
     return found
 
 
@@ -120,7 +119,7 @@ def test_plans_of_a_pool_in_any_order(subject, alone, monkeypatch, verified):
 
 def test_a_failure_after_reading_the_confidence_is_recovered(subject, alone, monkeypatch):
     """The drafts were evaluated and have changed the caches: all sequences are prefilled again."""
-    s, real, calls = subject("step3p5"), pool_cycle.verify, []
+    s, real, calls = subject("step3p5"), early.verify, []
 
     def refused(*args):
         calls.append(1)
@@ -128,7 +127,7 @@ def test_a_failure_after_reading_the_confidence_is_recovered(subject, alone, mon
             raise KernelRefused([], voted=True)
         return real(*args)
 
-    monkeypatch.setattr(pool_cycle, "verify", refused)
+    monkeypatch.setattr(early, "verify", refused)
     monkeypatch.setattr("mlx_mtp.tuning.kernel_fallback.Fallback.take", lambda *_: None)
     texts, _ = together(s.model, num_draft_tokens=2, draft_p_min=0.3, prompt_lookup=False)
     assert texts == alone("step3p5")

@@ -11,7 +11,7 @@ from plans import Listed, follow
 from sweep import SWEEP, paired, sampled
 
 import mlx_mtp
-from mlx_mtp.batch.control import Controls
+from mlx_mtp.decoding.control import Controls
 from mlx_mtp.decoding import cycle
 from mlx_mtp.decoding import replay as replay_module
 from mlx_mtp.decoding.cycle_masks import CycleMasks

@@ -15,7 +15,7 @@ from plans import Listed, follow
 from sweep import SWEEP, paired, sampled, sweep
 
 import mlx_mtp
-from mlx_mtp.batch.control import Controls
+from mlx_mtp.decoding.control import Controls
 from mlx_mtp.cache.prompt_cache import PromptCache
 from mlx_mtp.checkpoint.block_drafter import set_drafter
 from mlx_mtp.decoding import replay as replay_module
@@ -275,7 +275,7 @@ def test_few_rows_wait_in_a_pool(subject, monkeypatch):
     monkeypatch.setattr("mlx_mtp.cache.absorb.MOST_UNREAD", 8)
     planned(s, [BLOCK])
     control = Listed([BLOCK, *[PLAIN] * 40, BLOCK, HEADS, BLOCK])
-    monkeypatch.setattr("mlx_mtp.batch.control.Controls.control", lambda *_: control)
+    monkeypatch.setattr("mlx_mtp.decoding.control.Controls.control", lambda *_: control)
     push = PromptCache.push
     monkeypatch.setattr(PromptCache, "push", lambda c, rows: push(c, rows) or most.append(c.pending_rows))
     prompts, found, batch = [PROMPT, s.text[: len(PROMPT) + 3]], [[], []], mlx_mtp.BatchGenerator(s.model)
@@ -308,7 +308,7 @@ def test_recorded_steps_are_few(subject, monkeypatch):
 def test_both_draft_in_a_pool(subject, monkeypatch, name, replay):
     s, first = subject(name), len(PROMPT)
     control = Listed(planned(s, EVERY))
-    monkeypatch.setattr("mlx_mtp.batch.control.Controls.control", lambda *_: control)
+    monkeypatch.setattr("mlx_mtp.decoding.control.Controls.control", lambda *_: control)
     prompts, lengths = [PROMPT, s.text[: first + 3], s.text[: first + 1]], [52, 40, 52]
     batch, found = mlx_mtp.BatchGenerator(s.model, compile_cycles=replay), [[], [], []]
     batch.insert(prompts, lengths)

@@ -11,7 +11,7 @@ from metal_cases import linux_only
 from quantized_models import STEP, quantized
 
 import mlx_mtp
-from mlx_mtp.batch.control import MOST_ON_GPU, Controls
+from mlx_mtp.decoding.control import MOST_ON_GPU, Controls
 from mlx_mtp.bench import verify
 from mlx_mtp.layers.kernel_site import TOGETHER_ROWS
 from mlx_mtp.tuning import kernel_switch
@@ -149,7 +149,7 @@ def test_a_benchmark_tries_those_that_it_measures(monkeypatch, checkpoint, most,
 
 def test_sequences_of_a_pool_share_sixteen_rows_on_a_gpu(monkeypatch):
     model = SimpleNamespace(drafter=None, mtp=())
-    monkeypatch.setattr("mlx_mtp.batch.control.learned", lambda model: SimpleNamespace(together={}, growth=None))
+    monkeypatch.setattr("mlx_mtp.decoding.control.learned", lambda model: SimpleNamespace(together={}, growth=None))
     for device, most in ((mx.cpu, 15), (mx.gpu, MOST_ON_GPU)):
         monkeypatch.setattr(mx, "default_device", lambda device=device: mx.Device(device))
         controls = Controls(model, adaptive=True)

@@ -1,70 +1,73 @@
-"""Read drafts before their rows are verified: for masks of a grammar, or to cut them where they are improbable.
+"""Read drafts before their rows are verified: for masks of grammars, or to cut them where they are improbable."""
 
-Also replace a plan by one that verifies tokens which the grammar forces.
-"""
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from ..tuning.controller import Controller
-from ..tuning.kernel_fallback import newly_refused
-from ..tuning.plan import Plan
 from .cycle_masks import CycleMasks
-from .decoder import Decoder, Flight
 from .drafters.drafter import Frame
+from .flight import Flight
 from .prefill import evaluated
 from .replay import Compiled
-from .run import Drafts, Run
+from .run import NO_DRAFTS, Run
+from .seating import Seating
 from .stats import Stats
-from .step import Passed, choose, roll_back
+from .step import Passed, choose, read_rows, roll_back, verify
 
 
-def forced_plan(d: Decoder, planned: Plan, max_drafts: float) -> Plan | None:
-    """Return a plan that verifies drafts of the grammar after the tokens that were read; None to keep `planned`.
+def verify_confident(seating: Seating, last: Flight | None, new: Flight) -> None:
+    """Evaluate a cycle's drafts, which writes the drafter's caches; build the rest of the step.
 
-    max_drafts: maximum number of drafts. Raises GrammarError if the grammar forbids one of those tokens.
+    With a grammar the rest is the target's pass and, unless `choose_late`, the choice of tokens; else the verify. The
+    number of drafts verified is the same for all sequences: the maximum, over them, of the number of drafts before a
+    sequence's first improbable one. If all have a grammar, drafts that no grammar allows are not verified either.
     """
-    matcher = d.picker.matcher
-    if matcher is None or not (most := int(min(matcher.most, max_drafts))):
-        return None
-    matcher.follow(d.history.tokens)
-    forced = len(matcher.drafts(most))
-    plan = redrafted(d.control, planned, [forced]) if forced else planned
-    return plan if plan != planned else None
+    seating.begin_drafts(last, new)
+    tic, masks = perf_counter(), new.masks
+    count = evaluated(new.drafts.sure, seating.p_min)
+    if masks and all(s.picker.matcher for s in new.active):
+        count = min(count, masks.read(evaluated(np.array, new.drafts.tokens).tolist()))
+    waited, drafts = perf_counter() - tic, new.drafts.first(count)
+    for sequence in new.active:
+        sequence.stats.add_time(0.0, waited)
+    seating.end_drafts(new)
+    new.most = seating.limits(new, drafts.k)
+    if masks:
+        choose_early(seating, new, read_rows(new.frame, new.given, drafts))
+    else:
+        new.run = verify(new.frame, new.given, drafts, new.most)
+    new.drafts = NO_DRAFTS
+    seating.built(new)
 
 
-def redrafted(control: Any, planned: Plan, forced: Sequence[int]) -> Plan:
-    """Return `planned`, or a plan of drafts that grammars force. forced: their number in each sequence.
-
-    A Controller compares estimates; with another control the forced drafts are the plan if they are more in sum.
-    """
-    if isinstance(control, Controller):
-        return control.redraft(planned, forced)
-    return Plan("grammar", max(forced)) if sum(forced) > planned.k * len(forced) else planned
+def choose_early(seating: Seating, new: Flight, passed: Passed) -> None:
+    """Set a cycle's `passed`, and build its run unless `submit_masked` must."""
+    new.passed = passed
+    if not choose_late(new.frame):
+        _choose(seating, new)
 
 
-def choose_early(d: Decoder, frame: Frame, new: Flight, passed: Passed) -> None:
-    """Set a cycle's `frame` and `passed`, and build its run unless `submit_guided` must."""
-    new.frame, new.passed = frame, passed
-    if new.masks and not choose_late(frame):
-        new.run = choose_allowed(frame, passed, new.masks, d.compiled, d.stats)
-
-
-def submit_guided(d: Decoder, new: Flight) -> None:
+def submit_masked(seating: Seating, new: Flight) -> None:
     """Submit a cycle's pass and write its masks; then build its run if that is missing."""
     assert new.passed
     assert new.masks
-    for waited in submit_pass(new.passed, new.masks, d.thread, stepwise=new.plan.stepwise):
-        d.stats.add_time(0.0, waited)
+    for waited in submit_pass(new.passed, new.masks, seating.thread, stepwise=new.plan.stepwise):
+        for sequence in new.active:
+            sequence.stats.add_time(0.0, waited)
     if choose_late(new.frame):
-        new.run = choose_allowed(new.frame, new.passed, new.masks, d.compiled, d.stats)
+        _choose(seating, new)
+        seating.built(new)
+
+
+def _choose(seating: Seating, new: Flight) -> None:
+    assert new.passed
+    assert new.masks
+    new.run = choose_allowed(new.frame, new.passed, new.masks, seating.compiled, seating.stats, new.most)
 
 
 def choose_late(frame: Frame) -> bool:
@@ -92,26 +95,6 @@ def choose_allowed(
         run = choose(frame.model, frame.members, passed, limits, rows)
     roll_back(frame, run, limits)
     return run
-
-
-def confident_drafts(d: Decoder, last: Flight, new: Flight) -> Drafts:
-    """Evaluate a cycle's drafts, which writes the drafter's caches; return those before the first improbable one.
-
-    With a grammar, also only those before the first that it forbids. `new` becomes the cycle submitted last. Raises
-    KernelRefused if a kernel that the graph launches for the first time is refused, GraphFailed, and GrammarError.
-    """
-    if refused := newly_refused():
-        raise refused
-    d.submitted = new
-    last.after.release()
-    new.before.release()
-    tic = perf_counter()
-    count = evaluated(new.drafts.sure, d.p_min)
-    if new.masks:
-        count = min(count, new.masks.read(evaluated(np.array, new.drafts.tokens).tolist()))
-    d.stats.add_time(0.0, perf_counter() - tic)
-    new.before.caches = d.cache.mark().caches  # kept until the verify is submitted
-    return new.drafts.first(count)
 
 
 def submit_pass(passed: Passed, masks: CycleMasks, thread: Executor, *, stepwise: bool) -> list[float]:

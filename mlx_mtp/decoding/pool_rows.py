@@ -7,7 +7,7 @@ import mlx.core as mx
 from ..cache.pool import Pool
 from ..cache.ring import CALL_ROWS
 from ..cache.slots import gather
-from ..decoding.run import Run
+from .run import Run
 
 MOST_MISSED = 8  # maximum rows that paused heads in a pool may miss: their rings take CALL_ROWS at once
 

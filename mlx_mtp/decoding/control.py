@@ -1,17 +1,17 @@
 """Choose the number of drafts in cycles of several sequences, by the measured costs of that number of sequences."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from ..cache.ring import MAX_ROWS
-from ..decoding.policy import learned, others_of, source_of
 from ..layers.kernel_site import VERIFY_ROWS
 from ..layers.target import Target
 from ..tuning.controller import Controller
 from ..tuning.costs import PRIOR_WEIGHT, Costs
-from ..tuning.plan import Accepted, Cycle, Fixed, Plan, by_depth
+from ..tuning.plan import Cycle, Fixed, by_depth
+from .flight import Flight
+from .policy import learned, others_of, source_of
 
 Control = Controller | Fixed
 MOST_ON_GPU = VERIFY_ROWS[-1] - 1  # the kernels of products take 16 rows of all sequences
@@ -79,20 +79,10 @@ def _estimate(known: Costs) -> Costs:
     return costs
 
 
-def outcome(
-    plan: Plan,
-    verified: int,
-    accepted: Sequence[tuple[int, ...]],
-    seconds: float | None,
-    prefilled: int,
-    matched: int = 0,
-    context: int = 0,
-) -> Cycle:
-    """Return a pool's cycle as a `Cycle` whose counts are means over its sequences.
-
-    accepted: the fields of `Accepted` of each sequence. verified: drafts per sequence. The other arguments are fields
-    of `Cycle`.
-    """
-    each = [Accepted(*counts) for counts in accepted]
-    mean, shares = sum(a.accepted for a in each) / len(each), by_depth(each, verified)
-    return Cycle(plan, verified, mean, seconds, prefilled, matched, context=context, **shares)
+def outcome(flight: Flight, seconds: float | None) -> Cycle:
+    """Return the outcome of a cycle that was read; its counts are means over the sequences. seconds: as of `Cycle`."""
+    kept, verified = flight.kept, flight.run.size - 1
+    mean = sum(counts.accepted for counts in kept) / len(kept)
+    shares = by_depth(kept, verified) if len(flight.rows) > 1 or flight.masks else {}
+    how: Any = {"matched": flight.matched, "context": flight.context, **shares}
+    return Cycle(flight.plan, verified, mean, seconds, flight.prefilled, **how)

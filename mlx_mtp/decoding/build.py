@@ -1,0 +1,141 @@
+"""Plan a cycle, and build or replay its step."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import mlx.core as mx
+
+from ..grammar import GrammarError
+from ..tuning.controller import Controller
+from ..tuning.kernel_fallback import newly_refused
+from ..tuning.plan import Plan
+from .control import most_together
+from .cycle_masks import CycleMasks
+from .drafters.drafter import Frame
+from .early import choose_early, submit_masked, verify_confident
+from .flight import Flight
+from .prefill import evaluated
+from .run import NO_DRAFTS, Run
+from .seating import Seating, Waiting
+from .sequence import Sequence as Decoded
+from .step import forward, propose, step
+
+
+def plan_and_build(seating: Seating, last: Flight | None, joining: Waiting, most: float | None) -> Flight:
+    """Plan the cycle after `last` and build or replay its step, unevaluated.
+
+    With p_min only the drafts are built, with a grammar and a caller's code only the pass; `submit` builds the rest.
+    joining: sequences, with their runs, that join with this cycle. most: maximum number of drafts of a cycle that is
+    built after `last` was read; None before.
+    """
+    tic = perf_counter()
+    active = [*(last.active if last else ()), *(sequence for sequence, _ in joining)]
+    control, plan, matched = seating.plan(active)
+    if most is not None and most < plan.k:
+        plan = replace(plan, k=int(most)) if most else Plan()
+    new = Flight(last.rows if last else [], plan, control, matched=matched, late=most is not None)
+    run, base = seating.arrange(last, new, joining)
+    build(seating, new, run, base)
+    new.built = perf_counter() - tic
+    return new
+
+
+def build(seating: Seating, new: Flight, run: Run, base: int) -> None:
+    """Build or replay the step of a planned cycle after the rows of `run`, which begin at position `base` or before."""
+    plan, cache = new.plan, seating.cache
+    source = seating.drafters[plan.source] if plan.k else None
+    in_step = source is not None and source.in_step
+    given, first, reader = seating.enter(plan, run, base)
+    if any(s is not None and s.picker.matcher for s in new.rows):
+        new.masks = CycleMasks(new.rows, plan.k, drafted=in_step)
+    allowed = new.masks.allowed if new.masks else None
+    frame = Frame(seating.model, cache, plan, reader, new.rows, first, allowed)
+    drafts = NO_DRAFTS if source is None or in_step else source.propose(frame, run, plan.k)
+    limit, replay = first + given.size, None
+    if seating.compiled:
+        frame, given, replay = seating.compiled.find(frame, given, seating.stats)
+    seating.place(plan, run, base, replayed=replay is not None)
+    new.frame, new.given, new.replayed = frame, given, replay is not None
+    if plan.p_min:
+        new.drafts = propose(frame, given, cache.unload(), drafts)
+        return
+    new.most = seating.limits(new, plan.k, replayed=new.replayed)
+    if new.masks:
+        passed, arrays = (replay or partial(forward, frame))(given, cache.unload(), drafts)
+    else:
+        new.run, arrays = (replay or partial(step, frame))(given, cache.unload(), drafts, new.most)
+    if replay:
+        cache.load(arrays, limit + plan.k + 1, limit)
+    if new.masks:
+        choose_early(seating, new, passed)
+    seating.built(new)
+
+
+def with_forced(seating: Seating, last: Flight, new: Flight, most: float = math.inf) -> Flight:
+    """Return the cycle after `last`, which was read: `new`, or one with drafts of grammars (`Matcher.drafts`).
+
+    It is `new` if no grammar forces a draft, if the control keeps the plan, or if building `new` changed the
+    sequences of the step or the drafter's caches. most: maximum number of drafts.
+    """
+    if new.before is None or not any(s.most_forced for s in new.active):
+        return new
+    most = min(most, most_together(len(new.rows)))
+    forced = [_forced(sequence, most) for sequence in new.rows]
+    active = [count for count, s in zip(forced, new.rows, strict=True) if s and not s.finished]
+    plan = redrafted(new.control, new.plan, active) if any(active) else new.plan
+    if plan == new.plan:
+        return new
+    tic = perf_counter()
+    seating.cache.restore(new.before)
+    other = Flight(new.rows, plan, new.control, new.before, prefilled=new.prefilled, late=True, forced=forced)
+    build(seating, other, last.run, max(s.base for s in new.active))
+    other.built = perf_counter() - tic
+    return other
+
+
+def _forced(sequence: Decoded | None, most: float) -> int:
+    """Return the number of drafts of a sequence's `Matcher.drafts`: at most `most` and its matcher's `most`.
+
+    0 without a grammar, for a free slot or a finished sequence, and if a GrammarError ends the sequence.
+    """
+    matcher = sequence.picker.matcher if sequence and not sequence.finished else None
+    if sequence is None or matcher is None or not (most := int(min(matcher.most, most))):
+        return 0
+    try:
+        matcher.follow(sequence.history.tokens)
+        return len(matcher.drafts(most))
+    except GrammarError as e:
+        sequence.fail(e)
+        return 0
+
+
+def redrafted(control: Any, planned: Plan, forced: Sequence[int]) -> Plan:
+    """Return `planned`, or a plan of drafts that grammars force. forced: their number in each sequence.
+
+    A Controller compares estimates; with another control the forced drafts are the plan if they are more in sum.
+    """
+    if isinstance(control, Controller):
+        return control.redraft(planned, forced)
+    return Plan("grammar", max(forced)) if sum(forced) > planned.k * len(forced) else planned
+
+
+def submit(seating: Seating, last: Flight | None, new: Flight) -> None:
+    """Start computing `new`, the cycle after the read cycle `last`; raises KernelRefused and GraphFailed."""
+    if new.masks and new.masks.allowed is not None:
+        new.masks.begin()
+    if new.plan.p_min:
+        if refused := newly_refused():
+            raise refused
+        verify_confident(seating, last, new)
+    seating.agree()
+    seating.release(last, new)
+    seating.advance(last, new)
+    if new.masks:
+        submit_masked(seating, new)
+    if seating.stats.phases:
+        evaluated(seating.stats.time_phases, new.run)
+    evaluated(mx.async_eval, new.run.packed, new.run.logprobs, seating.cache.arrays)

@@ -1,0 +1,88 @@
+"""Hold one cycle of one or several sequences, from its plan until its tokens are read."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from ..tuning.plan import Accepted, Plan
+from .cycle_masks import CycleMasks
+from .drafters.drafter import Frame
+from .run import NO_DRAFTS, Drafts, Run
+from .sequence import Sequence
+from .step import Passed
+
+Rows = list[Sequence | None]  # the sequence of each row of a pass; None for a free slot
+
+
+@dataclass
+class Flight:
+    """A cycle from its plan until its tokens are read. Each function sets the fields of its own phase.
+
+    arrange: rows: the sequence of each row. before: mark of the step cache before the step, for another plan; None if
+             the cycle has other sequences, or other caches of the drafter, than the one before. prefilled: rows that
+             a paused drafter read for it, or has to read in its step.
+    plan:    control, plan. matched: the longest repeated suffix of a sequence with prompt lookup, in tokens. late:
+             whether it is begun after the previous cycle was read. forced: for a plan of "grammar", per row the number
+             of drafts that the sequence's grammar forces; else [].
+    build:   frame, given: the step's, and its input. drafts: with p_min only these are built, because their confidence
+             is read first. masks: with a grammar. passed: with a grammar, the rows that the run chooses from, which
+             are submitted first. most: as `limits` returns it, for a run that is built after the masks are written.
+             run: the step's result. replayed: a recorded step was used. built: the host's seconds for it.
+    submit:  base: position of the first row, in a pool of the longest sequence. after: mark of the step cache after
+             it. failed: MLX could not evaluate it.
+    read:    was_read. context: base of the longest sequence. kept: for each sequence that was not finished, the counts of its drafts. seconds: None if not measured.
+             why_late: why the next cycle cannot be built before this one is read; None if it can, "" for the first.
+    """
+
+    rows: Rows
+    plan: Plan
+    control: Any = None
+    before: Any = None
+    matched: int = 0
+    prefilled: int = 0
+    late: bool = False
+    forced: list[int] = field(default_factory=list)
+    frame: Frame = field(init=False)
+    given: Run = field(init=False)
+    drafts: Drafts = NO_DRAFTS
+    masks: CycleMasks | None = None
+    passed: Passed | None = None
+    most: mx.array | None = None
+    run: Run = field(init=False)
+    replayed: bool = False
+    built: float = 0.0
+    base: int = 0
+    after: Any = None
+    failed: bool = False
+    was_read: bool = False
+    context: int = 0
+    kept: list[Accepted] = field(default_factory=list)
+    seconds: float | None = None
+    why_late: str | None = None
+
+    @property
+    def active(self) -> list[Sequence]:
+        """The sequences that are not finished."""
+        return [sequence for sequence in self.rows if sequence and not sequence.finished]
+
+    def accepts(self, row: int, verified: int) -> int:
+        """Return the number of drafts that the sequence of a row may accept of those verified; -1 for a free slot."""
+        sequence = self.rows[row]
+        if sequence is None:
+            return -1
+        most = self.forced[row] if self.plan.source == "grammar" else sequence.max_drafts(self.plan.source)
+        return min(most, verified)
+
+    def counts(self, row: int, accepted: int, verified: int) -> Accepted:
+        """Return the counts of a row's drafts, of which `verified` were verified and `accepted` were accepted."""
+        most = self.accepts(row, verified)
+        return Accepted(accepted, most, min(self.masks.forced[row], most) if self.masks else 0)
+
+    def limits(self, k: int, *, always: bool = False) -> mx.array | None:
+        """Return each row's maximum of accepted drafts, at most k, int32 [n]; -1 in a free slot.
+
+        None, unless `always`, if every row may accept k; a free slot may not.
+        """
+        each = [self.accepts(row, k) for row in range(len(self.rows))]
+        return mx.array(each) if always or min(each) < k else None
