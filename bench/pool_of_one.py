@@ -10,6 +10,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partialmethod
 from typing import Any
 from unittest import mock
 
@@ -17,22 +18,17 @@ import click
 import mlx.core as mx
 
 import mlx_mtp
-from mlx_mtp.batch import places
-from mlx_mtp.batch.admission import layout_of
 from mlx_mtp.bench.result import environment
 from mlx_mtp.bench.timing import interleaved
+from mlx_mtp.decoding import driver
 from mlx_mtp.demo import demo_path
 
 PROMPT = "def read_lines(path):\n"
 
 
-def in_a_pool(self: places.Places, sequence: places.Sequence, run: places.Run) -> None:
-    """Stand in for `Places.activate`."""
-    self._group(layout_of(sequence.cache)).join(sequence, run)
-
-
 def pooled(model: Any, prompt: list[int], tokens: int, k: int) -> list[int]:
-    with mock.patch.object(places.Places, "activate", in_a_pool), mock.patch.object(places, "CALM", 1 << 60):
+    opened = partialmethod(driver.Driver.open, pool=True)
+    with mock.patch.object(driver.Driver, "open", opened), mock.patch.object(driver, "CALM", 1 << 60):
         batch = mlx_mtp.BatchGenerator(model, num_draft_tokens=k, adaptive=False)
         batch.insert([prompt], [tokens])
         found = []

@@ -29,6 +29,7 @@ from .decoding.loop import decode
 from .decoding.memory_needs import make_room
 from .decoding.policy import forced_drafts, lookup_drafts
 from .decoding.sampling import LogitsProcessor, Picker, Sampler, Sampling, random_key
+from .decoding.seating import Options
 from .decoding.sequence import Sequence as Decoded
 from .decoding.sequence import Yielded
 from .decoding.stats import Stats
@@ -116,8 +117,8 @@ def generate_step(
     sequence = Decoded(cache, picker, ends, max_tokens, k, lookup, stats)
     stats.expect(k, len(tokens), max_tokens)
     switch_on_for_drafts(model, max(k, lookup, sequence.most_forced))
-    how = {"adaptive": adaptive, "p_min": draft_p_min, "compile_cycles": compile_cycles}
-    generated = decode(Driver(model, chunk=chunk, **how), sequence, tokens, prompt_progress_callback)
+    driver = Driver(model, Options(chunk, adaptive, draft_p_min, compile_cycles))
+    generated = decode(driver, sequence, tokens, prompt_progress_callback)
     return in_turns(_with_reason(generated), adapters_now(model))
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from ..cache.prompt_cache import PromptCache
 from ..decoding.driver import Driver, NewTokens
 from ..decoding.run import Run
+from ..decoding.seating import Options
 from ..decoding.sequence import Sequence
 from .admission import layout_of
 from .settings import Settings
@@ -99,8 +100,8 @@ class Drivers:
 
     def _driver(self) -> Driver:
         s = self.settings
-        how = {"adaptive": s.adaptive, "p_min": s.draft_p_min, "compile_cycles": s.compile_cycles}
-        return Driver(s.model, chunk=s.chunk, controls=lambda *of: self.controls(*of), stats=s.stats, **how)
+        options = Options(s.chunk, s.adaptive, s.draft_p_min, s.compile_cycles)
+        return Driver(s.model, options, lambda *of: self.controls(*of), s.stats)
 
     def _drop_finished(self) -> None:
         self.own = [driver for driver in self.own if driver.sequences]

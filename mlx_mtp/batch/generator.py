@@ -171,7 +171,7 @@ class BatchGenerator:
             new = [self.settings.request(uid, *each) for uid, each in arguments]
         self._queued += new
         self._uids += n
-        return [request.uid for request in new]
+        return [request.sequence.uid for request in new]
 
     @in_turn()
     def next(self) -> tuple[list[PromptResponse], list[Response]]:
@@ -212,7 +212,7 @@ class BatchGenerator:
         """Run one cycle of the active sequences; return its responses. Requests that have ended are dropped."""
         new: dict[int, list[Yielded]] = {}
         for each in self._drivers.cycle():
-            new.setdefault(id(each.sequence), []).extend(each)
+            new.setdefault(id(each.sequence), []).extend(each.yielded())
         responses = []
         for request in self._active:
             found = request.responses(new.get(id(request.sequence), ()))
@@ -228,7 +228,7 @@ class BatchGenerator:
         """
         sequence = request.sequence
         if sequence.error:
-            self._failed.append((request.uid, sequence.error))
+            self._failed.append((request.sequence.uid, sequence.error))
             sequence.error = None
         elif sequence.finished and responses:
             responses[-1].prompt_cache, responses[-1].all_tokens = sequence.cache, list(sequence.cache.tokens)
@@ -252,7 +252,7 @@ class BatchGenerator:
         for request in self._requests(uids):
             queued, sequence = request in self._queued, request.sequence
             cache = sequence.cache.copy() if queued else self._drivers.cache_of(sequence)
-            found[request.uid] = cache, list(cache.tokens)
+            found[request.sequence.uid] = cache, list(cache.tokens)
         return found
 
     @in_turn()
@@ -273,7 +273,7 @@ class BatchGenerator:
 
     def _requests(self, uids: Any = None) -> list[Request]:
         every = [*self._queued, *self._active]
-        return every if uids is None else [request for request in every if request.uid in set(uids)]
+        return every if uids is None else [request for request in every if request.sequence.uid in set(uids)]
 
     def _prefill(self, responses: list[Response]) -> list[PromptResponse]:
         """Prefill about one chunk of queued prompts, as far as they are admitted; return their progress.
@@ -293,7 +293,7 @@ class BatchGenerator:
             except Exception as e:
                 if request in self._queued:
                     self._queued.remove(request)
-                self._failed.append((request.uid, e))
+                self._failed.append((request.sequence.uid, e))
         self._counters.prompt_time += time.perf_counter() - tic
         return progress
 
@@ -320,7 +320,7 @@ class BatchGenerator:
         self._counters.prompt_tokens += n
         whole, request.segments = not request.segments[0], [piece for piece in request.segments if piece]
         done = request.total - sum(map(len, request.segments))
-        progress.append(PromptResponse(request.uid, (done, request.total), whole, not request.segments))
+        progress.append(PromptResponse(request.sequence.uid, (done, request.total), whole, not request.segments))
         if not request.segments:
             self._queued.popleft()
             responses += self._start(request, hidden)

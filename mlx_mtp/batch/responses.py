@@ -32,7 +32,6 @@ class Request:
     whether its prefill has begun. encoding: the iterator of `picture_rows.encoding` that has begun, or None.
     """
 
-    uid: int
     sequence: Sequence
     segments: list[list[int]]
     total: int = 0
@@ -44,7 +43,10 @@ class Request:
 
     def responses(self, new: Iterable[Yielded]) -> list[Response]:
         """Return the responses for new tokens; if the sequence has finished, the last one has the reason."""
-        found = [Response(self.uid, token, logprobs, None, None, None, drafted) for token, logprobs, drafted in new]
+        found = [
+            Response(self.sequence.uid, token, logprobs, None, None, None, drafted)
+            for token, logprobs, drafted in new
+        ]
         if found and self.sequence.finished:
             found[-1].finish_reason = self.sequence.reason
         return found

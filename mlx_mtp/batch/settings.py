@@ -127,5 +127,5 @@ class Settings:
         stats.whole = self.stats
         longest = own.offset + total + abs(max_tokens)
         picker = Picker(options, *how)
-        sequence = Sequence(own, picker, stops.matcher(), max_tokens, k, max_lookup, stats, longest)
-        return Request(uid, sequence, pieces)
+        sequence = Sequence(own, picker, stops.matcher(), max_tokens, k, max_lookup, stats, longest, uid)
+        return Request(sequence, pieces)

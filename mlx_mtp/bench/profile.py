@@ -12,16 +12,23 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import mlx.core as mx
+from mlx_lm.generate import StopSequences
 
-from ..cache.prompt_cache import make_prompt_cache
-from ..decoding import cycle
-from ..decoding.cycle import Decoder, Flight, prepare
+from ..cache.prompt_cache import PromptCache, make_prompt_cache
+from ..decoding.alone import Alone
+from ..decoding.drafters import drafters_of
+from ..decoding.drafters.drafter import Frame
 from ..decoding.policy import source_of
+from ..decoding.prefill import prefill
+from ..decoding.run import Run
 from ..decoding.sampling import Picker
+from ..decoding.seating import Options
+from ..decoding.sequence import Sequence as Decoded
+from ..decoding.sequence import first_tokens
 from ..decoding.stats import Stats
 from ..decoding.step import propose, verify
 from ..generate import generate_step
-from ..tuning.plan import Fixed, Plan
+from ..tuning.plan import Plan
 from .timing import interleaved
 
 PHASES = ("prefill", "draft", "verify", "accept", "host")
@@ -85,55 +92,71 @@ def decode_in_phases(work: Workload, watch: Watch) -> Watch:
     """Generate once, phase by phase; return `watch`, filled with tokens, cycles and seconds."""
     tic, plan = time.perf_counter(), Plan(source_of(work.model), work.k) if work.k else Plan()
     with watch.during("prefill"):
-        d, last = read_prompt(work.model, work.prompt, work.k, work.step, work.max_tokens)
+        seat, newest = _seated(work)
+        run, base, accepted = seat.first.run, seat.first.base, 0
         if work.k:
-            drafter = d.drafters[plan.source]
-            drafter.read(work.model, d.cache, d.history.tokens, last.base - d.pending_rows, last.base, step=work.step)
-        mx.eval(last.run.packed, d.cache.arrays)
-        last.after.release()
-        ((newest, accepted),) = last.run.read()
+            drafter, tokens = seat.drafters[plan.source], seat.sequence.history.tokens
+            drafter.read(work.model, seat.cache, tokens, base - seat.pending_rows, base, step=work.step)
+        mx.eval(seat.cache.arrays)
+        seat.first.after.release()
     while True:
         with watch.during("commit"):
             watch.tokens += newest[: work.max_tokens - len(watch.tokens)]
-            d.history.extend(newest)
+            seat.sequence.history.extend(newest)
         if len(watch.tokens) == work.max_tokens:
             break
-        last = _cycle(d, last, plan, accepted, watch)
+        run, base = _cycle(seat, run, base, plan, accepted, watch)
         with watch.during("commit"):
-            ((newest, accepted),) = last.run.read()
+            ((newest, accepted),) = run.read()
         watch.cycles += 1
     watch.wall = time.perf_counter() - tic
     return watch
 
 
-def read_prompt(model: Any, prompt: Sequence[int], k: int, step: int, more: int) -> tuple[Decoder, Flight]:
-    """Prefill a prompt in the target and, if k > 0, the heads; return the decoder and the flight of its first token.
+def prefilled(model: Any, prompt: Sequence[int], k: int, step: int, more: int) -> tuple[PromptCache, mx.array]:
+    """Prefill a prompt in the target and, if k > 0, the heads; return the cache and the last chunk's hidden rows.
 
     The last rows may still be pending for the heads. step: prompt tokens per chunk. more: number of tokens for which
     the cache reserves memory after the prompt.
     """
     cache = make_prompt_cache(model, num_draft_tokens=k)
     cache.reserve(len(prompt) + more)
-    d = Decoder(model, cache, Picker(), Fixed(k), Stats(), step, k)
-    return d, cycle.prefill_prompt(d, list(prompt))
+    cache.begin(len(prompt))
+    return cache, prefill(model, cache, list(prompt), heads=k > 0, chunk=step)
 
 
-def _cycle(d: Decoder, last: Flight, plan: Plan, accepted: int, watch: Timer) -> Flight:
-    """Run the cycle after `last`, `accepted` of whose drafts were accepted; return it before its tokens are read."""
-    cache, new = d.cache, Flight(plan, last.after)
+def _seated(work: Workload) -> tuple[Alone, list[int]]:
+    """Prefill the prompt of `work`; return its sequence's seating before the first cycle, and the first token."""
+    cache, hidden = prefilled(work.model, work.prompt, work.k, work.step, work.max_tokens)
+    sequence = Decoded(cache, Picker(), StopSequences().matcher(), work.max_tokens, work.k, 0, Stats())
+    run, first = first_tokens(work.model, sequence, hidden)
+    cache.pop_row()
+    sequence.base = cache.offset - 1
+    how = Options(work.step, adaptive=False, compile_cycles=False)
+    return Alone(work.model, sequence, run, drafters_of(work.model, 0), how), first
+
+
+def _cycle(seat: Alone, run: Run, base: int, plan: Plan, accepted: int, watch: Timer) -> tuple[Run, int]:
+    """Run the cycle after the rows of `run` from position `base` on, of which `accepted` drafts were accepted.
+
+    Returns its own run, before its tokens are read, and position.
+    """
+    cache = seat.cache
     with watch.during("build the draft"):
-        frame, given, _ = prepare(d, last, plan, None)
+        given, _, reader = seat.enter(plan, run, base)
+        seat.place(plan, run, base, replayed=False)
+        frame = Frame(seat.model, cache, plan, reader, [seat.sequence], base)
         drafts = propose(frame, given, cache.unload())
     if plan.k:
         watch.evaluate("draft", cache.heads, drafts.tokens, cache.kept)
     with watch.during("build the verify"):
-        new.run = run = verify(frame, last.run, drafts)
-    watch.evaluate("verify", cache.layers, run.hidden, run.tokens)
-    watch.evaluate("accept", [], run.packed, cache.layers[0].offset)
+        new = verify(frame, given, drafts)
+    watch.evaluate("verify", cache.layers, new.hidden, new.tokens)
+    watch.evaluate("accept", [], new.packed, cache.layers[0].offset)
     with watch.during("commit"):
-        new.base = last.base + accepted + 1
-        cache.advance(new.base)
-    return new
+        base += accepted + 1
+        cache.advance(base)
+    return new, base
 
 
 def undisturbed(work: Workload) -> tuple[list[int], float]:

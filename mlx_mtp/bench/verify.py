@@ -18,6 +18,7 @@ from ..cache.ring import MAX_ROWS
 from ..decoding.drafters.drafter import Frame
 from ..decoding.members import Single
 from ..decoding.run import NO_DRAFTS, NONE_ACCEPTED, Drafts, Run
+from ..decoding.sampling import Picker
 from ..decoding.step import verify
 from ..kernels import on_metal
 from ..layers.kernel_site import VERIFY_ROWS
@@ -27,7 +28,7 @@ from ..tuning.kernel_switch import more_trials, switch, trials
 from ..tuning.kernel_trials import decide, requested
 from ..tuning.kernel_verdict import in_words
 from ..tuning.plan import Plan
-from .profile import read_prompt
+from .profile import prefilled
 from .result import curve_title, new_table
 from .subject import Subject, filler, make_prompts
 from .timing import REPEATS, Timed, interleaved, measured, ratio, steps_for
@@ -89,8 +90,8 @@ class VerifyPass:
     def __init__(self, model: Any, text: Sequence[int], context: int, step: int):
         assert len(text) >= context + 2 * MAX_ROWS, "a text too short"
         self.text, self.context = mx.array(list(text)), context
-        self.d, _ = read_prompt(model, text[:context], 0, step, 2 * MAX_ROWS)
-        self.recurrent = [c for c in self.d.cache.layers if c.is_state]
+        self.model, (self.cache, _) = model, prefilled(model, text[:context], 0, step, 2 * MAX_ROWS)
+        self.recurrent = [c for c in self.cache.layers if c.is_state]
         self.states: dict[int, list[Any]] = {0: [c.parts for c in self.recurrent]}
 
     def graph(self, rows: int, start: int, states: int) -> Run:
@@ -98,14 +99,14 @@ class VerifyPass:
 
         states: the row count whose stored states recurrent layers start from; 0: those after the prefill.
         """
-        cache = self.d.cache
+        cache = self.cache
         at = mx.array([start]) if rows > 1 else start
         for c in cache.layers:
             c.seek(at, start)
         for c, parts in zip(self.recurrent, self.states[states], strict=True):
             c.parts = parts
-        last = Run(self.d.model.no_hidden(), self.text[None, start : start + 1], NONE_ACCEPTED)
-        frame = Frame(self.d.model, cache, Plan(), None, (Single(self.d.picker),), start)
+        last = Run(self.model.no_hidden(), self.text[None, start : start + 1], NONE_ACCEPTED)
+        frame = Frame(self.model, cache, Plan(), None, (Single(Picker()),), start)
         drafts = Drafts(self.text[None, start + 1 : start + rows]) if rows > 1 else NO_DRAFTS
         return verify(frame, last, drafts)
 
@@ -114,7 +115,7 @@ class VerifyPass:
         found = self.graph(rows, start, states)
         mx.synchronize()
         tic = perf_counter()
-        mx.eval(found.packed, self.d.cache.arrays)
+        mx.eval(found.packed, self.cache.arrays)
         mx.synchronize()
         return perf_counter() - tic
 

@@ -48,6 +48,11 @@ class StepCache(Protocol):
         """The caches that are in the step."""
         return [*self.layers, *self.heads] if self.live else self.layers
 
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All arrays, for `mx.eval`."""
+        ...
+
     def unload(self) -> CacheArrays:
         """Return the arrays that a step reads and writes."""
         ends = self.layers[0].offset, self.heads[0].offset if self.live and self.heads else None

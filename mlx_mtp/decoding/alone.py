@@ -7,6 +7,7 @@ import mlx.core as mx
 
 from ..cache.absorb import absorb
 from ..cache.aside import end_aside, set_aside
+from ..cache.prompt_cache import PromptCache
 from ..layers.target import Target
 from ..tuning.kernel_fallback import KernelRefused, Trouble, newly_refused
 from ..tuning.plan import Plan
@@ -18,7 +19,7 @@ from .memory_needs import RESERVED_TOKENS
 from .policy import compiled_for, control_for, remember
 from .prefill import read_again
 from .run import Run
-from .seating import Waiting
+from .seating import Options, Waiting
 from .sequence import Sequence
 
 PROMPT = Plan()  # plan of the run that chose the token before the first cycle
@@ -35,18 +36,15 @@ class Alone:
     defers = True  # a cycle that is built late begins after the tokens before it have been yielded
     drafts_evaluated = True  # a failure rolls back, or prefills all tokens again
 
-    def __init__(
-        self, model: Target, sequence: Sequence, run: Run, drafters: dict[str, Drafter], how: dict[str, Any]
-    ):
-        """run: of the row that chose the last token, which the cache lacks. how: options `chunk`, `adaptive`,
-        `p_min`, `compile_cycles` of the driver."""
-        self.model, self.sequence, self.cache, self.drafters = model, sequence, sequence.cache, drafters
-        self.chunk, self.p_min, self.stats, self.stopping = how["chunk"], how["p_min"], sequence.stats, False
+    def __init__(self, model: Target, sequence: Sequence, run: Run, drafters: dict[str, Drafter], how: Options):
+        """run: of the row that chose the last token, which the cache lacks. how: the driver's options."""
+        self.model, self.sequence, self.drafters = model, sequence, drafters
+        self.chunk, self.p_min, self.stats, self.stopping = how.chunk, how.p_min, sequence.stats, False
         self.thread = mask_thread()
         if sequence.longest:
             self.cache.reserve(min(sequence.longest, self.cache.offset + RESERVED_TOKENS))
-        self.compiled = compiled_for(model, self.cache, sequence.picker, how["compile_cycles"])
-        options = {"adaptive": how["adaptive"], "p_min": self.p_min > 0, "compiled": self.compiled}
+        self.compiled = compiled_for(model, self.cache, sequence.picker, how.compile_cycles)
+        options = {"adaptive": how.adaptive, "p_min": self.p_min > 0, "compiled": self.compiled}
         self.own = control_for(model, sequence.k, sequence.max_lookup, matcher=sequence.picker.matcher, **options)
         self.control = Agreement(model.ranks, self.own, drafters) if model.ranks else self.own
         if sequence.picker.matcher:
@@ -55,6 +53,10 @@ class Alone:
         first.run, first.base, first.after = run, sequence.base, first.before
         first.was_read = True
         self.emitting, self.emitted, self.read, self.submitted = first, 1, 1, first
+
+    @property
+    def cache(self) -> PromptCache:
+        return self.sequence.cache
 
     @property
     def first(self) -> Flight:
@@ -89,7 +91,7 @@ class Alone:
         most = max(self.sequence.k, self.sequence.max_lookup, self.sequence.most_forced)
         return self.cache.needs_host(last.base + last.run.size, 1 + most)
 
-    def begin_late(self, last: Flight) -> float:
+    def begin_late(self, last: Any) -> float:
         """Prepare for a cycle that is built after `last` was read; return the maximum number of its drafts."""
         if last.why_late:
             self.stats.built_late[last.why_late] += 1
@@ -150,7 +152,7 @@ class Alone:
         new.before.caches = self.cache.mark().caches
 
     def release(self, last: Flight, new: Flight) -> None:
-        """Release the marks before `new` is submitted: buffers are written in place only if nothing refers to them."""
+        """Release the marks before `new` is submitted, so that buffers are written in place."""
         self.submitted, new.after = new, new.before
         last.after.release()
         new.before.release()
@@ -200,9 +202,9 @@ class Alone:
         The measured costs are stored.
 
         1. Restore the arrays after the cycle submitted last. A cycle that was only built is dropped.
-        2. Return the recurrent states and what the heads have read to `end`, the mark after N. That is N+1's `before`,
-           or N's own `after` if N was submitted last. Keys and values of N+1 stay in the buffers, to be overwritten.
-        3. Lower the positions to the last yielded token. If a failed graph has lost the arrays, prefill all tokens.
+        2. Return the recurrent states and what the heads have read to `end`, the mark after N: N+1's `before`, or
+           N's own `after` if N was submitted last. Keys and values of N+1 stay in the buffers, to be overwritten.
+        3. Lower the positions to the last yielded token. If a failed graph has lost the arrays, prefill all again.
         """
         cache, emitting, submitted, sequence = self.cache, self.emitting, self.submitted, self.sequence
         if submitted.failed:

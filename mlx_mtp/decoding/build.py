@@ -45,7 +45,7 @@ def plan_and_build(seating: Seating, last: Flight | None, joining: Waiting, most
 
 
 def build(seating: Seating, new: Flight, run: Run, base: int) -> None:
-    """Build or replay the step of a planned cycle after the rows of `run`, which begin at position `base` or before."""
+    """Build or replay a planned cycle's step after the rows of `run`, whose first position is at most `base`."""
     plan, cache = new.plan, seating.cache
     source = seating.drafters[plan.source] if plan.k else None
     in_step = source is not None and source.in_step
@@ -136,6 +136,11 @@ def submit(seating: Seating, last: Flight | None, new: Flight) -> None:
     seating.advance(last, new)
     if new.masks:
         submit_masked(seating, new)
+    start(seating, new.run)
+
+
+def start(seating: Seating, run: Run) -> None:
+    """Submit a run's graph, with the cache arrays that the next graph reads, to the device."""
     if seating.stats.phases:
-        evaluated(seating.stats.time_phases, new.run)
-    evaluated(mx.async_eval, new.run.packed, new.run.logprobs, seating.cache.arrays)
+        evaluated(seating.stats.time_phases, run)
+    evaluated(mx.async_eval, run.packed, run.logprobs, seating.cache.arrays)

@@ -32,7 +32,7 @@ from .policy import LOOKUP_DRAFTS, remember
 from .pooled import Pooled
 from .prefill import evaluated
 from .run import Run
-from .seating import Waiting
+from .seating import Options, Waiting
 from .sequence import Sequence, Yielded
 from .stats import Stats
 
@@ -40,7 +40,7 @@ CALM = 16  # cycles that the last sequence of a pool stays in it, because leavin
 
 
 class NewTokens(NamedTuple):
-    """Tokens that a cycle added to a sequence, the first `accepted` of them drafts; row: the sequence's row in `run`."""
+    """Tokens that a cycle added to a sequence, the first `accepted` of them drafts. row: the sequence's in `run`."""
 
     sequence: Sequence
     tokens: list[int]
@@ -48,7 +48,7 @@ class NewTokens(NamedTuple):
     run: Run
     row: int = 0
 
-    def __iter__(self) -> Iterator[Yielded]:  # type: ignore[override] - its tokens, not its fields
+    def yielded(self) -> Iterator[Yielded]:
         """Yield each token with its logprobs."""
         for i, token in enumerate(self.tokens):
             yield token, self.run.logprobs_of(i, self.row), i < self.accepted
@@ -59,26 +59,21 @@ class Driver:
 
     A new sequence joins with the next cycle that is built. A finished sequence is still in the cycle that was built
     ahead, whose rows of it are not used. The last sequence of a pool leaves it after CALM cycles as the only one.
-    chunk: rows per prefill chunk of paused heads. adaptive, p_min, compile_cycles: options of `generate_step`.
-    controls: `Controls.control`, for a pool. stats: counts new records of a pool. seating: where the sequences are;
-    None between seatings. last: the newest cycle: submitted, or read if the next one is built late. pending: sequences
-    that join with the next cycle. clock: measures cycles; `hidden` must be set after other work. calm: number of
-    consecutive cycles of a pool with only one sequence. trouble: an error after which the next cycle begins again.
+    controls: `Controls.control`, for a pool. stats: counts new records of a pool. seating: the step cache with its
+    sequences; None before the first cycle and between two caches. last: the newest cycle: submitted, or read if the
+    next one is built late. pending: sequences that join with the next cycle. clock: measures cycles; `hidden` must be
+    set after other work. calm: number of consecutive cycles of a pool with only one sequence. trouble: an error after
+    which the next cycle begins again.
     """
 
     def __init__(
         self,
         model: Target,
-        *,
-        chunk: int,
-        adaptive: bool = True,
-        p_min: float = 0.0,
-        compile_cycles: bool | None = None,
+        options: Options,
         controls: Callable[..., Any] | None = None,
         stats: Stats | None = None,
     ):
-        self.model, self.controls, self.stats = model, controls, stats or Stats()
-        self.how = {"chunk": chunk, "adaptive": adaptive, "p_min": p_min, "compile_cycles": compile_cycles}
+        self.model, self.how, self.controls, self.stats = model, options, controls, stats or Stats()
         self.drafters, self.fallback = drafters_of(model, LOOKUP_DRAFTS), Fallback(model)
         self.clock, self.calm = Clock(), 0
         self.seating: Alone | Pooled | None = None
@@ -116,7 +111,7 @@ class Driver:
         self.calm = 0
 
     def open(self, *, pool: bool = False) -> None:
-        """Seat the pending sequences: one alone, unless `pool`, several in a pool, which they join in the next cycle."""
+        """Create the seating of the pending sequences: a pool for several, or if `pool`. They join it in a cycle."""
         if pool or len(self.pending) > 1:
             assert self.controls
             like = self.pending[0][0].cache
@@ -136,7 +131,7 @@ class Driver:
         return self.seating is not None and self.seating.stopping and last is not None and last.was_read
 
     def emit(self, count: int) -> None:
-        """Note that the first `count` tokens of the last cycle of a lone sequence have been, or are being, yielded."""
+        """Note that `count` tokens of a lone sequence's last cycle have been yielded, with the one being yielded."""
         assert isinstance(self.seating, Alone)
         self.seating.emitted = count
 
@@ -173,7 +168,7 @@ class Driver:
         if last is None or last.was_read:
             last = self._begin(last)
         if last is None:
-            self.close()
+            self._end()
             return []
         ahead, refused = None, None
         try:
@@ -192,7 +187,7 @@ class Driver:
             self._take(e)
         self._observe(seating, last)
         if isinstance(self.seating, Pooled) and not (self.last and self.last.active):
-            self.close()
+            self._end()
         return found
 
     def _can_build_ahead(self, last: Flight) -> bool:
@@ -331,7 +326,13 @@ class Driver:
             self.close()
 
     def close(self) -> None:
-        """End the seating: a sequence that decoded alone has its cache at rest, those of a pool are dropped."""
+        """Cancel all sequences; the caches of a lone one and of those that have not joined yet are at rest."""
+        self._end()
+        waiting, self.pending = self.pending, []
+        for sequence, run in waiting:
+            sequence.cache.push(run.hidden)
+
+    def _end(self) -> None:
         if isinstance(self.seating, Alone):
             self.seating.rest()
         self._unseat([])

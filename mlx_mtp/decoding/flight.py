@@ -19,20 +19,21 @@ Rows = list[Sequence | None]  # the sequence of each row of a pass; None for a f
 class Flight:
     """A cycle from its plan until its tokens are read. Each function sets the fields of its own phase.
 
-    arrange: rows: the sequence of each row. before: mark of the step cache before the step, for another plan; None if
-             the cycle has other sequences, or other caches of the drafter, than the one before. prefilled: rows that
-             a paused drafter read for it, or has to read in its step.
     plan:    control, plan. matched: the longest repeated suffix of a sequence with prompt lookup, in tokens. late:
-             whether it is begun after the previous cycle was read. forced: for a plan of "grammar", per row the number
-             of drafts that the sequence's grammar forces; else [].
-    build:   frame, given: the step's, and its input. drafts: with p_min only these are built, because their confidence
-             is read first. masks: with a grammar. passed: with a grammar, the rows that the run chooses from, which
-             are submitted first. most: as `limits` returns it, for a run that is built after the masks are written.
-             run: the step's result. replayed: a recorded step was used. built: the host's seconds for it.
-    submit:  base: position of the first row, in a pool of the longest sequence. after: mark of the step cache after
-             it. failed: MLX could not evaluate it.
-    read:    was_read. context: base of the longest sequence. kept: for each sequence that was not finished, the counts of its drafts. seconds: None if not measured.
-             why_late: why the next cycle cannot be built before this one is read; None if it can, "" for the first.
+             whether it is begun after the previous cycle was read. forced: for a plan of "grammar", per row the
+             number of drafts that the sequence's grammar forces; else [].
+    arrange: rows: the sequence of each row. before: mark of the step cache before the step, for another plan; None
+             if the cycle has other sequences, or other caches of the drafter, than the one before. prefilled: rows
+             that a paused drafter read for it, or reads in its step.
+    build:   frame, given: the step's, and its input. drafts: with p_min only these are built, because their
+             confidence is read first. masks: with a grammar. passed: with a grammar, the rows that the run chooses
+             from, which are submitted first. most: as `limits` returns it, for a run that is built after the masks
+             are written. run: the step's result. replayed: a recorded step was used. built: the host's seconds.
+    submit:  base: position of the first row of a lone sequence. after: mark of the step cache after it, in a pool
+             from `build` on. failed: MLX could not evaluate it.
+    read:    was_read. context: position of the first row, of the longest sequence. kept: for each sequence that was
+             not finished, the counts of its drafts. seconds: None if not measured. why_late: why the next cycle
+             cannot be built before this one is read; None if it can, "" for the first.
     """
 
     rows: Rows

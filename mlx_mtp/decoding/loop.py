@@ -23,18 +23,18 @@ def decode(
     sequence.stats.start()
     cache = sequence.cache
     cache.begin(cache.offset + len(prompt))
-    hidden = prefill(driver.model, cache, prompt, heads=sequence.k > 0, chunk=driver.how["chunk"], progress=progress)
+    hidden = prefill(driver.model, cache, prompt, heads=sequence.k > 0, chunk=driver.how.chunk, progress=progress)
     if sequence.remaining == 0:
         return
     run, first = first_tokens(driver.model, sequence, hidden)
-    driver.join(sequence, run)
-    driver.open()
     try:
+        driver.join(sequence, run)
+        driver.open()
         sequence.append(first)
         yield from _counted(driver, sequence, [(first[0], run.logprobs_of(0), False)])
         while not (sequence.finished or driver.stopping):
             for new in driver.cycle():
-                yield from _counted(driver, sequence, new)
+                yield from _counted(driver, sequence, new.yielded())
         if sequence.error:
             raise sequence.error
     finally:

@@ -24,7 +24,7 @@ from .pool_rows import merged, misses_too_many, slots_for, with_missed
 from .prefill import read_again
 from .run import Run
 from .sampling import Picker
-from .seating import Waiting
+from .seating import Options, Waiting
 from .sequence import Sequence
 from .stats import Stats
 
@@ -38,7 +38,6 @@ class Pooled:
     drafts_evaluated: whether its drafts were evaluated, so that the drafter's caches have been written.
     """
 
-    first = None  # there is no cycle before the first one
     defers = False
     stopping = False  # a batch has no ranks
 
@@ -49,18 +48,26 @@ class Pooled:
         drafters: dict[str, Drafter],
         controls: Callable[..., Any],
         stats: Stats,
-        how: dict[str, Any],
+        how: Options,
     ):
-        """like: a cache of the layout. how: options `chunk`, `p_min`, `compile_cycles` of the driver."""
+        """like: a cache of the layout. how: the driver's options."""
         self.model, self.drafters, self.controls, self.stats = model, drafters, controls, stats
-        self.drafter, self.chunk, self.p_min = drafter_of(model), how["chunk"], how["p_min"]
+        self.drafter, self.chunk, self.p_min = drafter_of(model), how.chunk, how.p_min
         self.thread = mask_thread()
-        self.cache = self.pool = Pool(like)
-        self.compiled = compiled_for(model, like, Picker(), how["compile_cycles"])
+        self.pool = Pool(like)
+        self.compiled = compiled_for(model, like, Picker(), how.compile_cycles)
         self.unread: list[mx.array] = []
         self.readers: list[tuple[int, Sequence]] = []
         self.marks: list[tuple[Sequence, Mark]] = []
         self.drafts_evaluated = False
+
+    @property
+    def cache(self) -> Pool:
+        return self.pool
+
+    @property
+    def first(self) -> None:
+        """There is no cycle before the first one."""
 
     def agree(self) -> None:
         """Run each kernel that the next graph launches for the first time; raises KernelRefused if one is refused."""
@@ -240,12 +247,14 @@ class Pooled:
 
     def leave(self, last: Flight | None) -> Waiting:
         """Copy unfinished sequences' caches from the pool after a read cycle; return each with its last row's Run."""
-        leaving, flight = [], last
-        for row, sequence in enumerate(flight.rows if flight else ()):
+        if last is None:
+            return []
+        leaving = []
+        for row, sequence in enumerate(last.rows):
             if sequence and not sequence.finished:
                 n = sequence.next_base - sequence.base
-                self.copy_out(flight, row, n, sequence.cache)
-                newest = flight.run.hidden[row : row + 1, n - 1 : n]
+                self.copy_out(last, row, n, sequence.cache)
+                newest = last.run.hidden[row : row + 1, n - 1 : n]
                 leaving.append((sequence, Run.of_row(newest, sequence.all_tokens[-1])))
         return leaving
 

@@ -1,7 +1,7 @@
 """Define what a driver needs of the step cache of its sequences: of one on its own cache, or of several in a pool."""
 
 from concurrent.futures import Executor
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -19,26 +19,41 @@ from .stats import Stats
 Waiting = list[tuple[Sequence, Run]]  # sequences with a cache at rest, and the row that chose the last token of each
 
 
+class Options(NamedTuple):
+    """Options of a driver: of `generate_step`, and `chunk`, the maximum rows of a prefill chunk."""
+
+    chunk: int
+    adaptive: bool = True
+    p_min: float = 0.0
+    compile_cycles: bool | None = None
+
+
 class Seating(Protocol):
-    """The sequences of a step cache (`Alone`: one, `Pooled`: several), and how they follow a cycle.
+    """The sequences of a step cache (`Alone`: one, `Pooled`: several), and how the cache follows a cycle.
 
     drafters: by their names in plans. compiled: replays recorded cycles; None to build every cycle. stats: counts new
     records. p_min: minimum probability of a verified draft, in cycles whose plan has p_min. thread: the executor of
     `mask_thread`. first: the cycle, already read, after which the first one is built, if there is one. stopping: no
-    cycle may be submitted after the last one. drafts_evaluated: the drafts of the cycle being built were evaluated, so
-    that the drafter's caches have been written.
+    cycle may be submitted after the last one. defers: a cycle that is built late begins after the tokens before it
+    have been yielded. drafts_evaluated: the drafts of the cycle being built were evaluated, so that the drafter's
+    caches have been written.
     """
 
     model: Target
-    cache: StepCache
     drafters: dict[str, Drafter]
     compiled: Compiled | None
     stats: Stats
     p_min: float
     thread: Executor
-    first: Flight | None
     stopping: bool
+    defers: bool
     drafts_evaluated: bool
+
+    @property
+    def cache(self) -> StepCache: ...
+
+    @property
+    def first(self) -> Flight | None: ...
 
     def agree(self) -> None:
         """Run each kernel that the next graph launches for the first time; raises KernelRefused if one is refused."""

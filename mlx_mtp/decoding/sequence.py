@@ -22,11 +22,12 @@ class Sequence:
     """One sequence of a driver; it is a `Member` of its steps.
 
     stops: the stop sequences that end it. remaining: maximum number of further tokens, negative for no limit.
-    k, max_lookup: maximum drafts per cycle, of the drafter and of prompt lookup. history: all its tokens, empty before
-    the first new one. base, next_base: position of its first row in the newest run, and in the next one. slot: index
-    in a pool. finished: no more of its tokens are returned. reason: why it has finished, "stop" or "length"; None
-    before, and if it was cancelled or has failed. error: the exception that ended it.
-    longest: maximum length of its cache, if it is limited; without a limit of tokens one more than the prompt's.
+    k, max_lookup: maximum drafts per cycle, of the drafter and of prompt lookup. uid: its number in a batch. longest:
+    maximum length of its cache, if it is limited; without a limit of tokens one more than the prompt's.
+    history: all its tokens, empty before the first new one. base, next_base: position of its first row in the newest
+    run, and in the next one. slot: index in a pool. finished: no more of its tokens are returned. reason: why it has
+    finished, "stop" or "length"; None before, and if it was cancelled or has failed. error: the exception that ended
+    it.
     """
 
     cache: PromptCache
@@ -37,6 +38,7 @@ class Sequence:
     max_lookup: int
     stats: Stats
     longest: int = 0
+    uid: int = 0
     history: TokenHistory = field(default_factory=TokenHistory)
     base: int = 0
     next_base: int = 0

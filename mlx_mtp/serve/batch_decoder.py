@@ -6,7 +6,7 @@ from contextlib import closing, suppress
 from typing import Any
 
 from ..batch.generator import BatchGenerator
-from ..batch.sequence import Response
+from ..batch.responses import Response
 from ..batch.settings import SAMPLING
 from ..cache.prompt_cache import PromptCache
 from ..decoding.sampling import Sampling

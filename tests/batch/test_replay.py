@@ -13,9 +13,9 @@ from subjects import subjects
 from sweep import sampled, sweep
 
 import mlx_mtp
-from mlx_mtp.decoding.pool_rows import slots_for
 from mlx_mtp.cache.pool import Pool
 from mlx_mtp.decoding import policy, replay
+from mlx_mtp.decoding.pool_rows import slots_for
 from mlx_mtp.decoding.replay import Recorder
 from mlx_mtp.decoding.sampling import Sampling
 from mlx_mtp.tuning.replay_choice import CompileChoice

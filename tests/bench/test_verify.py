@@ -122,13 +122,13 @@ def test_repeated_passes_equal_the_pass_of_the_target(both):
         start = CONTEXT + rows
         found = whole.graph(rows, start, rows)
         assert found.tokens.tolist() == [expected[start : start + rows]], rows
-        mx.eval(whole.d.cache.arrays)
+        mx.eval(whole.cache.arrays)
 
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_a_pass_computes_everything_the_next_one_reads(both, monkeypatch, rows):
     whole, left, real = VerifyPass(both[0], TEXT, CONTEXT, 64), [], time.perf_counter
-    monkeypatch.setattr(verify, "perf_counter", lambda: left.append(operations(*whole.d.cache.arrays)) or real())
+    monkeypatch.setattr(verify, "perf_counter", lambda: left.append(operations(*whole.cache.arrays)) or real())
     whole.run(rows, CONTEXT, 0)
     before, after = left
     assert before

@@ -10,7 +10,7 @@ from plans import Listed, follow
 from sweep import sampled, sweep
 
 import mlx_mtp
-from mlx_mtp.decoding import clock, cycle, loop
+from mlx_mtp.decoding import clock, driver
 from mlx_mtp.decoding import step as step_module
 from mlx_mtp.decoding.run import Drafts, Run
 from mlx_mtp.tuning.controller import Controller
@@ -88,7 +88,7 @@ class Sneaky(Listed):
         return super().plan(matched, pending)
 
 
-LABELS = ((loop, "begin"), (loop, "submit"), (Run, "read"), (Drafts, "sure"))
+LABELS = ((driver, "plan_and_build"), (driver, "submit"), (Run, "read"), (Drafts, "sure"))
 READS = ("read", "sure")
 
 
@@ -160,13 +160,13 @@ LIKE_OTHERS = ("bool", "int", "float", "save", "compare")
 @pytest.mark.timing
 @pytest.mark.parametrize("way", [pytest.param(w, marks=sweep) if w in LIKE_OTHERS else w for w in WAYS])
 def test_no_way_of_waiting_is_missed(monkeypatch, model, way):
-    sneaky, real = Sneaky([HEADS]), cycle.begin
+    sneaky, real = Sneaky([HEADS]), driver.plan_and_build
 
-    def begin(d, last, *most):
+    def build(seating, last, *how):
         sneaky.run, sneaky.way = last.run, WAYS[way]
-        return real(d, last, *most)
+        return real(seating, last, *how)
 
-    monkeypatch.setattr(loop, "begin", begin)
+    monkeypatch.setattr(driver, "plan_and_build", build)
     assert waits_elsewhere(monkeypatch, model, [sneaky], max_tokens=4)
 
 
@@ -180,20 +180,20 @@ class Calls:
         for name in ("eval", "synchronize"):
             self.note(mx, name, waits=True)
 
-    def note(self, owner, name: str, *, waits: bool = False) -> None:
-        real = getattr(owner, name)
+    def note(self, owner, name: str, label: str = "", *, waits: bool = False) -> None:
+        real, label = getattr(owner, name), label or name
 
         def call(*args, **kwargs):
             if self.waiting:
                 return real(*args, **kwargs)
             self.waiting = waits
-            self.names.append(name)
+            self.names.append(label)
             try:
                 result = real(*args, **kwargs)
             finally:
                 self.waiting = False
             if not waits:
-                self.names.append(f"/{name}")
+                self.names.append(f"/{label}")
             return result
 
         self.monkeypatch.setattr(owner, name, call)
@@ -206,8 +206,8 @@ def calls_of(monkeypatch, model, control, **options):
         if control:
             follow(patch, control)
         calls = Calls(patch)
-        for name in ("begin", "submit"):
-            calls.note(loop, name)
+        for name, label in (("plan_and_build", "begin"), ("submit", "submit")):
+            calls.note(driver, name, label)
         options = {"max_tokens": 24, "num_draft_tokens": 3, "draft_p_min": 0.3, "prompt_lookup": True} | options
         generation = mlx_mtp.generate_step(PROMPT, model, stats=stats, **options)
         next(generation)

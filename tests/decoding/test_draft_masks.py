@@ -11,12 +11,12 @@ from plans import Listed, follow
 from sweep import SWEEP, paired, sampled
 
 import mlx_mtp
-from mlx_mtp.decoding.control import Controls
-from mlx_mtp.decoding import cycle
+from mlx_mtp.decoding import build
 from mlx_mtp.decoding import replay as replay_module
+from mlx_mtp.decoding.build import redrafted
+from mlx_mtp.decoding.control import Controls
 from mlx_mtp.decoding.cycle_masks import CycleMasks
 from mlx_mtp.decoding.draft_sampling import HeadOutput
-from mlx_mtp.decoding.guided import redrafted
 from mlx_mtp.decoding.sampling import whole_rows
 from mlx_mtp.tuning.plan import Accepted, Fixed, Plan, by_depth
 
@@ -196,8 +196,8 @@ def test_a_fixed_plan_is_replaced_by_more_forced_drafts_only(k, forced, k_after)
 
 def test_heads_do_not_read_during_cycles_of_the_grammars_drafts(tiny_models, monkeypatch):
     """Not even after a cycle with their own drafts. The text stays."""
-    (model, plain), found, frame = tiny_models(2), [], cycle._frame
-    monkeypatch.setattr(cycle, "_frame", lambda d, last, plan: found.append(frame(d, last, plan)) or found[-1])
+    (model, plain), found, frame = tiny_models(2), [], build.Frame
+    monkeypatch.setattr(build, "Frame", lambda *parts: found.append(frame(*parts)) or found[-1])
     follow(monkeypatch, Listed([Plan("heads", 1)]))
     made = of_letters("((a|b|c){4}abcabc){9}")
     tokens, stats = ours(model, 20, made, 3, adaptive=True)

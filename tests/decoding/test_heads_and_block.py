@@ -15,10 +15,10 @@ from plans import Listed, follow
 from sweep import SWEEP, paired, sampled, sweep
 
 import mlx_mtp
-from mlx_mtp.decoding.control import Controls
 from mlx_mtp.cache.prompt_cache import PromptCache
 from mlx_mtp.checkpoint.block_drafter import set_drafter
 from mlx_mtp.decoding import replay as replay_module
+from mlx_mtp.decoding.control import Controls
 from mlx_mtp.tuning.plan import Plan
 
 # Longer than what heads with windows read of a prompt.

@@ -11,10 +11,11 @@ from sweep import SWEEP, sweep
 
 import mlx_mtp
 from mlx_mtp.cache.prompt_cache import PromptCache
-from mlx_mtp.decoding import cycle, loop, step
+from mlx_mtp.decoding import build, step
 from mlx_mtp.decoding.clock import Clock
 from mlx_mtp.decoding.drafters.heads import Heads
 from mlx_mtp.decoding.drafters.lookup import Lookup
+from mlx_mtp.decoding.driver import Driver
 from mlx_mtp.decoding.history import TokenHistory
 from mlx_mtp.decoding.run import Drafts, Run
 from mlx_mtp.tuning.plan import Plan
@@ -59,8 +60,8 @@ class Interruption:
         self.n, self.after, self.calls, self.where = n, after, 0, None
         for owner, name in (*POINTS, (type(model), "hidden")):
             monkeypatch.setattr(owner, name, self.wrapped(f"{owner.__name__}.{name}", getattr(owner, name)))
-        settle = loop.settle
-        monkeypatch.setattr(loop, "settle", lambda *args: (self.stop(), settle(*args)))
+        close = Driver.close
+        monkeypatch.setattr(Driver, "close", lambda driver: (self.stop(), close(driver)))
 
     def stop(self):
         """Stop counting: the cleanup is not interrupted."""
@@ -170,7 +171,7 @@ def test_interrupted_after_a_plain_row_is_read_before_its_token_is_yielded(subje
         cache, shown, submitted = mlx_mtp.make_prompt_cache(s.model), [], []
         with monkeypatch.context() as patch:
 
-            def interrupt(*args, real=cycle.start, submitted=submitted, at=at):
+            def interrupt(*args, real=build.start, submitted=submitted, at=at):
                 submitted.append(1)
                 if where == "after":
                     real(*args)
@@ -179,7 +180,7 @@ def test_interrupted_after_a_plain_row_is_read_before_its_token_is_yielded(subje
                 real(*args)
 
             follow(patch, Listed([Plan()]))
-            patch.setattr(cycle, "start", interrupt)
+            patch.setattr(build, "start", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 shown.extend(token for token, _, _ in steps(s.model, PROMPT, 3, prompt_cache=cache))
         assert_whole(s, monkeypatch, shown, cache, truth)
@@ -195,7 +196,7 @@ def test_interrupted_where_caches_are_quantized(quantizable, monkeypatch, name, 
     for at in [at for at in range(2, 8) if SWEEP or at % 2 == (name == "start")]:
         cache, shown, calls = mlx_mtp.make_prompt_cache(model, **options), [], []
         with monkeypatch.context() as patch:
-            owner = Heads if name == "propose" else cycle
+            owner = Heads if name == "propose" else build
             real = getattr(owner, name)
 
             def interrupt(*args, real=real, calls=calls, at=at):
@@ -216,12 +217,12 @@ def test_interrupted_where_caches_are_quantized(quantizable, monkeypatch, name, 
 
 
 @pytest.mark.parametrize("name", ["step3p5", "qwen3_5"])
-def test_interrupted_where_the_first_token_is_submitted(subject, monkeypatch, name):
+def test_interrupted_where_the_first_token_is_read(subject, monkeypatch, name):
     """The prompt's last row, which is being computed, is not lost for the heads."""
     s, shown = subject(name), []
     cache = mlx_mtp.make_prompt_cache(s.model)
     with monkeypatch.context() as patch:
-        patch.setattr(mx, "async_eval", lambda *arrays: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(Run, "read", lambda run: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             next(steps(s.model, PROMPT, s.k, prompt_cache=cache))
     assert cache.tokens == PROMPT

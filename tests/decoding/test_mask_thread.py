@@ -10,7 +10,7 @@ from masked import PROMPT, of_letters, ours
 
 import mlx_mtp
 from mlx_mtp import grammar
-from mlx_mtp.decoding import cycle_masks, guided
+from mlx_mtp.decoding import cycle_masks, early
 from mlx_mtp.decoding.prefill import evaluated
 from mlx_mtp.tuning.kernel_fallback import GraphFailed
 
@@ -70,7 +70,7 @@ def test_masks_are_made_before_the_pass_has_been_submitted(tiny_models, monkeypa
         return evaluated(evaluate, *args)
 
     monkeypatch.setattr(grammar.Matcher, "fill", fill)
-    monkeypatch.setattr(guided, "evaluated", submit)
+    monkeypatch.setattr(early, "evaluated", submit)
     assert CASES[case](model) == expected
     assert len(submitted) > 3
     assert all(submitted)
@@ -91,7 +91,7 @@ def failing_pass(monkeypatch):
             raise GraphFailed(Broken("no such kernel"))
         return evaluated(evaluate, *args)
 
-    monkeypatch.setattr(guided, "evaluated", submit)
+    monkeypatch.setattr(early, "evaluated", submit)
 
 
 def failing_mask(monkeypatch):
@@ -115,10 +115,10 @@ def test_an_error_waits_for_the_masks_and_comes_before_theirs():
     with cycle_masks.mask_thread() as thread:
         for error in (Broken, KeyboardInterrupt):
             done = []
-            with pytest.raises(error), guided.during(thread, write):
+            with pytest.raises(error), early.during(thread, write):
                 raise error
             assert done
-        with pytest.raises(grammar.GrammarError), guided.during(thread, write):
+        with pytest.raises(grammar.GrammarError), early.during(thread, write):
             pass
 
 

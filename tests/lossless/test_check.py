@@ -6,11 +6,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import tiny
+from mlx_lm.generate import StopSequences
 from sweep import SWEEP, sampled
 
 from mlx_mtp.cache.prompt_cache import PromptCache
 from mlx_mtp.cache.ring import Ring
-from mlx_mtp.decoding import loop, prefill, sampling, step
+from mlx_mtp.decoding import prefill, sampling, step
 from mlx_mtp.lossless import check, prompts, rounding_judge
 from mlx_mtp.lossless.check import Settings, Verdict, conclude, verify
 from mlx_mtp.lossless.compare import PLAIN, Comparison, Reference, Way, compare, compare_one_pass, drift, ways
@@ -110,7 +111,7 @@ def accept_one_more(drafts, tokens):
 
 
 REAL_ACCEPT, REAL_MASK, REAL_INDEX = step.accept, Ring.mask, Ring.index
-REAL_CUT, REAL_ROLLBACK, REAL_PICK = loop._cut, PromptCache.rollback, step.pick
+REAL_ROLLBACK, REAL_PICK = PromptCache.rollback, step.pick
 REAL_KEY = sampling.key_at
 
 
@@ -128,10 +129,6 @@ def slots_too_few(ring, offset, rows):
 
 def rollback_of_one_less(cache, n):
     REAL_ROLLBACK(cache, mx.maximum(n - 1, 0))
-
-
-def runs_on(tokens, left, stop_tokens):
-    return REAL_CUT(tokens, left, ())
 
 
 def drawn_elsewhere(key, position):
@@ -179,7 +176,7 @@ def test_an_output_past_its_stop_token_is_found(model, monkeypatch):
     reference = Reference(model, Prompt("p", [1, 2, 3]), NEW, stops=(stop,))
     assert reference.text[-1] == stop
     assert not found([reference], all_ways()[2]).differences
-    monkeypatch.setattr(loop, "_cut", runs_on)
+    monkeypatch.setattr(StopSequences.Matcher, "advance", lambda *_: False)
     (difference,) = found([reference], all_ways()[2]).differences
     assert (difference.plain, difference.position, difference.near_tie) == (None, len(reference.text), False)
 

@@ -1,8 +1,8 @@
 """Controls that return plans which a test chooses, and record the cycles."""
 
-import importlib
 import random
 
+from mlx_mtp.decoding import alone
 from mlx_mtp.tuning.plan import Plan
 
 
@@ -47,4 +47,4 @@ class Listed:
 
 def follow(monkeypatch, control) -> None:
     """Use `control` in all generations."""
-    monkeypatch.setattr(importlib.import_module("mlx_mtp.generate"), "control_for", lambda *_, **__: control)
+    monkeypatch.setattr(alone, "control_for", lambda *_, **__: control)

@@ -11,8 +11,8 @@ from metal_cases import linux_only
 from quantized_models import STEP, quantized
 
 import mlx_mtp
-from mlx_mtp.decoding.control import MOST_ON_GPU, Controls
 from mlx_mtp.bench import verify
+from mlx_mtp.decoding.control import MOST_ON_GPU, Controls
 from mlx_mtp.layers.kernel_site import TOGETHER_ROWS
 from mlx_mtp.tuning import kernel_switch
 from mlx_mtp.tuning.kernel_switch import switch_on_for_batches, switch_on_for_drafts
