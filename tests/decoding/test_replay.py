@@ -3,7 +3,6 @@
 import copy
 import itertools
 import random
-import sys
 import threading
 import weakref
 from dataclasses import replace
@@ -23,7 +22,7 @@ from sweep import sampled, sweep
 
 import mlx_mtp
 from mlx_mtp.cache import growing, kinds
-from mlx_mtp.decoding import policy
+from mlx_mtp.decoding import alone, policy
 from mlx_mtp.decoding import replay as replay_module
 from mlx_mtp.decoding.replay import Compiled, Recorder
 from mlx_mtp.decoding.run import Run
@@ -34,7 +33,6 @@ from mlx_mtp.tuning.plan import Plan
 from mlx_mtp.tuning.replay_choice import CompileChoice
 
 PROMPT = [1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2]
-generate = sys.modules[mlx_mtp.generate_step.__module__]
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +113,7 @@ def test_any_plan_after_any_other(tiny_models, monkeypatch, tmp_path, name):
     monkeypatch.setattr(replay_module, "step", lambda *args: traced.append(args[0].plan) or real(*args))
     for replay in (False, True):
         script = Script(5, max_drafts=k)
-        monkeypatch.setattr(generate, "control_for", lambda *_, s=script, **__: s)
+        monkeypatch.setattr(alone, "control_for", lambda *_, s=script, **__: s)
         tokens, stats = run(model, 24, k, replay=replay, prompt_lookup=True)
         done.append((tokens, stats.runs, [(c.plan, c.verified, c.accepted, c.prefilled) for c in script.cycles]))
     assert done[0] == done[1]
@@ -221,7 +219,7 @@ def test_built_and_replayed_in_turns(monkeypatch, tmp_path, name):
     for k in sampled((3,), (0, 3)):
         rng = random.Random(k)
         choice = Turns(None)
-        monkeypatch.setattr(generate, "compiled_for", lambda *_, c=choice: Compiled(Recorder(), c))
+        monkeypatch.setattr(alone, "compiled_for", lambda *_, c=choice: Compiled(Recorder(), c))
         stats = check_against_built(model, 24, k)
         assert 0.2 * stats.cycles < stats.compiled_cycles < 0.8 * stats.cycles
 
@@ -229,7 +227,7 @@ def test_built_and_replayed_in_turns(monkeypatch, tmp_path, name):
 def check_against_built(model, n, k):
     tokens, stats = run(model, n, k)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generate, "compiled_for", lambda *_: None)
+        patch.setattr(alone, "compiled_for", lambda *_: None)
         expected, built = run(model, n, k)
     assert (tokens, stats.runs) == (expected, built.runs)
     return stats
