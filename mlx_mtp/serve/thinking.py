@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..checkpoint.chat_template import RESERVED_KEYS
+from ..checkpoint.chat_template import reserved_names
 from .fields import ModelInfo, Refused, field_of, fields_of, integer, text
 from .template_probes import SWITCH_NAMES, SWITCHES, rendered, thinking_switch, unread
 
@@ -19,7 +19,7 @@ def template_of(body: dict[str, Any], info: ModelInfo, warnings: list[str]) -> d
     own variables. warnings: appended to, for settings that are found to have no effect.
     """
     allowed = "an object of the template's own variables"
-    name, reserved = "chat_template_kwargs", RESERVED_KEYS | {"tools"}
+    name, reserved = "chat_template_kwargs", reserved_names() | {"tools"}
     given = field_of(body, name, allowed, lambda v: not v or (isinstance(v, dict) and not reserved & v.keys())) or {}
     thinks, effort = _thinks(body, given), _effort(body)
     found = dict(info.template)
