@@ -31,12 +31,8 @@ def reserved_names() -> frozenset[str]:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    functions = (
-        TokenizerWrapper.apply_chat_template,
-        PreTrainedTokenizerBase.apply_chat_template,
-        render_jinja_template,
-    )
-    names = {name for each in functions for name in inspect.signature(each).parameters}
+    methods = TokenizerWrapper.apply_chat_template, PreTrainedTokenizerBase.apply_chat_template
+    names = {name for each in (*methods, render_jinja_template) for name in inspect.signature(each).parameters}
     return frozenset({*names, "messages"} - VARIABLES)
 
 
@@ -44,8 +40,8 @@ def render(tokenizer: Any, messages: list[dict], options: dict[str, Any]) -> str
     """Return the text of these messages in the chat template.
 
     A part of a message's content with the key "picture" reaches the template as {"type": "image"}. options: the
-    template's arguments. ValueError, in one line, if the template fails or its text is not valid UTF-8. TemplateStopped
-    if it breaks a limit; this happens only after `isolate`.
+    template's arguments. ValueError, in one line, if the template fails or its text is not valid UTF-8; after `isolate`
+    also TemplateStopped, if the template breaks a limit.
     """
     try:
         text = tokenizer.apply_chat_template(

@@ -1,7 +1,7 @@
 """Render chat templates in a process of its own, which `template_process.py` starts and may kill.
 
 Standard input is a socket: one JSON request per line arrives on it, and one JSON answer per line is sent back. The
-process ends when the socket is closed, and kills itself if a template still runs DEADLINE + 1 seconds after its start.
+process ends when the socket is closed, and kills itself if a template runs for more than DEADLINE + 1 seconds.
 """
 
 import json
@@ -27,7 +27,7 @@ class Tokenizer:
 
 
 def answer_to(line: bytes) -> bytes:
-    """Return the line that answers a request: "text", or "error" (the template's), or "stopped" (it broke a limit)."""
+    """Return the answer to a request: "text", "error" (the template raised it) or "stopped" (it broke a limit)."""
     try:
         request = json.loads(line)
         tokenizer = Tokenizer(request["template"], request["special_tokens"])
