@@ -40,8 +40,8 @@ def render(tokenizer: Any, messages: list[dict], options: dict[str, Any]) -> str
     """Return the text of these messages in the chat template.
 
     A part of a message's content with the key "picture" reaches the template as {"type": "image"}. options: the
-    template's arguments. ValueError, in one line, if the template fails or its text is not valid UTF-8; after `isolate`
-    also TemplateStopped, if the template breaks a limit.
+    template's arguments. ValueError, in one line, if the template fails or its text is not valid UTF-8.
+    TemplateStopped, only after `isolate`, if the template breaks a limit.
     """
     try:
         text = tokenizer.apply_chat_template(
