@@ -101,11 +101,10 @@ def load(
         the same calls; each has whole heads. Not with adapters.
     Raises a one-line ValueError for a wrong option, and a checkpoint that is damaged, unsupported or too large.
     """
-    drafting, sight = Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), Sight(vision, vision_path)
-    others = kernels, budget, wired_limit, tensor_group
     given = {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})}
-    more = {"lazy": lazy, "adapter_path": adapter_path, "sight": sight, "code": bool(given["trust_remote_code"])}
-    options = _checked(drafting, draft_vocab, *others, **more)
+    others = {"lazy": lazy, "adapter_path": adapter_path, "code": bool(given["trust_remote_code"])}
+    others["sight"], drafting = Sight(vision, vision_path), Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model)
+    options = _checked(drafting, draft_vocab, kernels, budget, wired_limit, tensor_group, **others)
     path = find_checkpoint(path_or_hf_repo, revision, code=trust_remote_code)
     with in_turn():
         config = read_config(path, model_config)
