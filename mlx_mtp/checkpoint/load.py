@@ -101,16 +101,15 @@ def load(
         the same calls; each has whole heads. Not with adapters.
     Raises a one-line ValueError for a wrong option, and a checkpoint that is damaged, unsupported or too large.
     """
+    drafting, sight = Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), Sight(vision, vision_path)
     given = {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})}
-    others = {"lazy": lazy, "adapter_path": adapter_path, "code": bool(given["trust_remote_code"])}
-    others["sight"], drafting = Sight(vision, vision_path), Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model)
+    others = {"lazy": lazy, "adapter_path": adapter_path, "sight": sight, "tokenizer_config": given}
     options = _checked(drafting, draft_vocab, kernels, budget, wired_limit, tensor_group, **others)
     path = find_checkpoint(path_or_hf_repo, revision, code=trust_remote_code)
     with in_turn():
         config = read_config(path, model_config)
         model = _load(path, config, options)
-        tokenizer = _tokenizer_for(model, path, given, config)
-        _finish(model, path, tokenizer, options)
+        _finish(model, path, tokenizer := _tokenizer_for(model, path, options.tokenizer_config, config), options)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
@@ -132,7 +131,7 @@ def load_model(
 ) -> Any:
     """Load only the model, as `load` does, and return it; a draft vocabulary's tokenizer is not checked."""
     drafting, sight = Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), Sight(vision, vision_path)
-    others = {"lazy": lazy, "adapter_path": None, "sight": sight, "code": False}
+    others = {"lazy": lazy, "adapter_path": None, "sight": sight, "tokenizer_config": {}}
     options = _checked(drafting, draft_vocab, kernels, budget, wired_limit, tensor_group, **others)
     path = find_checkpoint(path)
     with in_turn():
@@ -144,7 +143,7 @@ def load_model(
 class LoadOptions(NamedTuple):
     """The options of a load, checked before the checkpoint is read.
 
-    lane: kernels to enable, as in `switch_on`. code: run the code of the checkpoints' tokenizers.
+    lane: kernels to enable, as in `switch_on`. tokenizer_config: as in `load_tokenizer`.
     """
 
     drafting: Drafting
@@ -156,7 +155,7 @@ class LoadOptions(NamedTuple):
     lazy: bool
     adapter_path: AdapterPath | None
     sight: Sight
-    code: bool
+    tokenizer_config: dict[str, Any]
 
 
 def _checked(
@@ -164,7 +163,7 @@ def _checked(
 ) -> LoadOptions:
     """Return the options of a load, checked without the checkpoint; a file with a draft vocabulary is read.
 
-    others: `lazy`, `adapter_path`, `sight` and `code`. ValueError for an option that is not allowed.
+    others: `lazy`, `adapter_path`, `sight` and `tokenizer_config`. ValueError for an option that is not allowed.
     """
     check_wired_limit(wired)
     others["sight"].check()
@@ -262,7 +261,7 @@ def _finish(model: Any, path: Path, tokenizer: Any, options: LoadOptions) -> Non
     tokens than the target.
     """
     vocab, layout, lazy = options.vocab, options.budget.layout, options.lazy
-    trusted = {"trust_remote_code": options.code}
+    trusted = {"trust_remote_code": options.tokenizer_config.get("trust_remote_code", False)}
     check_tokens(model, path, tokenizer, partial(load_tokenizer, tokenizer_config=trusted))
     if not lazy:
         defer = vocab is None and is_large(model)

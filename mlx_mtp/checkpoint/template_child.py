@@ -31,7 +31,7 @@ def answer_to(line: bytes) -> bytes:
     try:
         request = json.loads(line)
         tokenizer = Tokenizer(request["template"], request["special_tokens"])
-        text = tokenizer.apply_chat_template(request["messages"], **request["options"])  # type: ignore[arg-type]
+        text = str(tokenizer.apply_chat_template(request["messages"], **request["options"]))
         return encoded({"text": text} if len(text) <= MOST_TEXT else {"stopped": TOO_LONG})
     except MemoryError:
         return encoded({"stopped": TOO_MUCH_MEMORY})

@@ -90,7 +90,7 @@ class Process:
         with theirs:
             self._process = subprocess.Popen(
                 command if LIMITS_ITSELF else [*command, "--unlimited"],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
