@@ -31,7 +31,8 @@ def isolate(tokenizer: Any) -> None:
     """Let an mlx-lm tokenizer render its Jinja template in another process from now on.
 
     A template that Python code renders stays in this process: it is mlx-lm's or transformers' own code, or the
-    checkpoint's, which was trusted. Rendering then raises `TemplateStopped`, and ValueError for a template's errors.
+    checkpoint's, which was trusted. Variables must be values of JSON. Rendering then raises `TemplateStopped`, and
+    ValueError for a template's errors.
     """
     plain = getattr(tokenizer, "_tokenizer", tokenizer)
     if getattr(type(plain), "apply_chat_template", None) is PreTrainedTokenizerBase.apply_chat_template:
@@ -43,6 +44,8 @@ def _apply(plain: Any, messages: list[Any], *, tokenize: bool = True, **options:
     options = {**options, "tokenize": False}
     request = {"template": plain.chat_template, "special_tokens": plain.special_tokens_map}
     answer = processes().render(json.dumps({**request, "messages": messages, "options": options}).encode() + b"\n")
+    if "stopped" in answer:
+        raise _stopped(answer["stopped"])
     if "error" in answer:
         raise ValueError(answer["error"])
     return plain.encode(answer["text"], add_special_tokens=False) if tokenize else answer["text"]
@@ -65,7 +68,10 @@ class Processes:
         self._idle = deque[Process | None]([None] * (PROCESSES - 1) + [Process()])
 
     def render(self, request: bytes) -> dict[str, str]:
-        """Return a process's answer to a request, a line of JSON. Raises TemplateStopped."""
+        """Return a process's answer to a request, a line of JSON: see `answer_to` in `template_child.py`.
+
+        Raises TemplateStopped if the process had to be killed, or has ended.
+        """
         with self._free:
             process = self._idle.pop()
             try:
@@ -105,17 +111,17 @@ class Process:
                 self._ready = True
             self._socket.settimeout(DEADLINE)
             self._socket.sendall(request)
-            answer = self._receive(DEADLINE)
+            return self._receive(DEADLINE)
         except TimeoutError:
-            raise TemplateStopped(f"the chat template was stopped: it {TOO_SLOW}") from None
+            raise _stopped(TOO_SLOW) from None
         except OSError as e:
             raise TemplateStopped(f"the process that renders chat templates has ended ({e})") from e
-        if stopped := answer.get("stopped"):
-            raise TemplateStopped(f"the chat template was stopped: it {stopped}")
-        return answer
 
     def _receive(self, limit: float) -> dict[str, str]:
-        """Return the next line of JSON; TimeoutError after `limit` seconds, OSError if the process has ended."""
+        """Return the next line of JSON; TimeoutError after `limit` seconds, OSError if the process has ended.
+
+        TemplateStopped if it uses too much memory and does not limit that itself.
+        """
         end, received = time.monotonic() + limit, bytearray()
         while not received.endswith(b"\n"):
             if (left := end - time.monotonic()) <= 0:
@@ -128,7 +134,7 @@ class Process:
                 received += piece
                 continue
             if not LIMITS_ITSELF and self._ready and resident(self._process.pid) > MOST_MEMORY:
-                return {"stopped": TOO_MUCH_MEMORY}
+                raise _stopped(TOO_MUCH_MEMORY)
         return json.loads(received.decode("utf-8", "surrogatepass"))
 
     def end(self) -> None:
@@ -136,6 +142,10 @@ class Process:
         self._process.kill()
         self._process.wait()
         self._socket.close()
+
+
+def _stopped(why: str) -> TemplateStopped:
+    return TemplateStopped(f"the chat template was stopped: it {why}")
 
 
 def resident(process: int) -> int:
