@@ -160,6 +160,7 @@ def test_a_process_ends_with_its_parent_and_is_in_a_session_of_its_own():
 def test_a_process_that_lost_its_parent_ends_a_loop():
     process = Process()
     request = {"template": SLOW[0], "special_tokens": {}, "messages": [U], "options": {"tokenize": False}}
+    process._receive(60)  # it has started
     process._socket.sendall(json.dumps(request).encode() + b"\n")
     process._socket.close()
     assert process._process.wait(DEADLINE + 30) == -signal.SIGALRM
