@@ -4,7 +4,6 @@ DEADLINE = 10.0  # seconds
 MOST_MEMORY = 256 * 2**20  # bytes
 MOST_TEXT = 20_000_000  # characters of the rendered text
 MOST_MESSAGE = 1000  # characters of an error message
-TOO_SLOW = f"took longer than {DEADLINE:g} seconds"
 TOO_MUCH_MEMORY = f"needed more than {MOST_MEMORY // 2**20} MB of memory"
 TOO_LONG = f"rendered more than {MOST_TEXT:,} characters"
 

@@ -14,16 +14,19 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from .template_limits import DEADLINE, MOST_MEMORY, TOO_MUCH_MEMORY, TOO_SLOW, TemplateStopped
+from .template_limits import DEADLINE, MOST_MEMORY, TOO_MUCH_MEMORY, TemplateStopped
 
 PROCESSES = 2  # a slow template occupies one; the other then still renders for everybody else
 START = 120.0  # seconds that a process may take to import transformers
 POLL = 0.1  # seconds between two reads of a process's resident memory
+SECONDS: ContextVar[float] = ContextVar("SECONDS", default=DEADLINE)  # that a template may run
 LIMITS_ITSELF = sys.platform == "linux"  # macOS ignores RLIMIT_AS
 
 
@@ -39,11 +42,22 @@ def isolate(tokenizer: Any) -> None:
         plain.apply_chat_template = partial(_apply, plain)
 
 
+@contextlib.contextmanager
+def rendered_within(seconds: float) -> Iterator[None]:
+    """Context in which templates are stopped after `seconds` seconds, of at most DEADLINE, in this thread."""
+    token = SECONDS.set(seconds)
+    try:
+        yield
+    finally:
+        SECONDS.reset(token)
+
+
 def _apply(plain: Any, messages: list[Any], *, tokenize: bool = True, **options: Any) -> Any:
     """Return the rendered text, or its tokens, like `apply_chat_template` of transformers with return_dict=False."""
     options = {**options, "tokenize": False}
     request = {"template": plain.chat_template, "special_tokens": plain.special_tokens_map}
-    answer = processes().render(json.dumps({**request, "messages": messages, "options": options}).encode() + b"\n")
+    line = json.dumps({**request, "messages": messages, "options": options}).encode() + b"\n"
+    answer = processes().render(line, SECONDS.get())
     if "stopped" in answer:
         raise _stopped(answer["stopped"])
     if "error" in answer:
@@ -67,22 +81,30 @@ class Processes:
         self._free = threading.Semaphore(PROCESSES)
         self._idle = deque[Process | None]([None] * (PROCESSES - 1) + [Process()])
 
-    def render(self, request: bytes) -> dict[str, str]:
+    def render(self, request: bytes, limit: float) -> dict[str, str]:
         """Return a process's answer to a request, a line of JSON: see `answer_to` in `template_child.py`.
 
-        Raises TemplateStopped if the process had to be killed, or has ended.
+        limit: seconds to wait for a free process, and then for the answer. Raises TemplateStopped after that time, or
+        if the process has ended.
         """
-        with self._free:
-            process = self._idle.pop()
-            try:
-                process = process or Process()
-                answer = process.answer(request)
-            except BaseException:
-                if process:
-                    process.end()
-                self._idle.appendleft(None)
-                raise
-            self._idle.append(process)  # the next request uses the one that is warm
+        if not self._free.acquire(timeout=limit):
+            raise _stopped(f"waited longer than {limit:g} seconds for others")
+        try:
+            return self._render(request, limit)
+        finally:
+            self._free.release()
+
+    def _render(self, request: bytes, limit: float) -> dict[str, str]:
+        process = self._idle.pop()
+        try:
+            process = process or Process()
+            answer = process.answer(request, limit)
+        except BaseException:
+            if process:
+                process.end()
+            self._idle.appendleft(None)
+            raise
+        self._idle.append(process)  # the next request uses the one that is warm
         return answer
 
 
@@ -103,17 +125,17 @@ class Process:
                 start_new_session=True,
             )
 
-    def answer(self, request: bytes) -> dict[str, str]:
-        """Send a request and return its answer; after an exception the process is in an unknown state: call `end`."""
+    def answer(self, request: bytes, limit: float) -> dict[str, str]:
+        """Send a request and return its answer within `limit` seconds; after an exception, call `end`."""
         try:
             if not self._ready:
                 self._receive(START)
                 self._ready = True
-            self._socket.settimeout(DEADLINE)
+            self._socket.settimeout(limit)
             self._socket.sendall(request)
-            return self._receive(DEADLINE)
+            return self._receive(limit)
         except TimeoutError:
-            raise _stopped(TOO_SLOW) from None
+            raise _stopped(f"took longer than {limit:g} seconds") from None
         except OSError as e:
             raise TemplateStopped(f"the process that renders chat templates has ended ({e})") from e
 

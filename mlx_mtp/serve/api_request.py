@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
+from ..checkpoint.template_process import rendered_within
 from ..decoding.stats import Stats
 from ..decoding.summary import paused
 from .answer import Part, calls_of, text_of
@@ -27,6 +28,7 @@ from .thinking import switch_of
 from .tool_calls.table import GENERIC
 from .tool_choice import ToolChoice, call_output
 
+IDLE_SECONDS = 1.0  # that the chat template may take for a prompt that nobody has sent; no request begins meanwhile
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -298,7 +300,8 @@ def _next_prompt(
     results = [{"role": "tool", "tool_call_id": call["id"], "content": ""} for call in calls]
     turns += results or [{"role": "user", "content": ""}]
     turns, tools = with_tools(info, turns, tools, template)
-    return encode_chat(info.tokenizer, info.marks, turns, tools, template, turns=False, answers=False).tokens
+    with rendered_within(IDLE_SECONDS):
+        return encode_chat(info.tokenizer, info.marks, turns, tools, template, turns=False, answers=False).tokens
 
 
 def message_of(role: str, content: Content | None, reasoning: str, calls: list[dict[str, Any]]) -> Message:

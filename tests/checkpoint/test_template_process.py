@@ -14,7 +14,7 @@ from templates import CONVERSATIONS, OWN, A, S, U, all_templates, tokenizer_of, 
 from mlx_mtp.checkpoint import template_process
 from mlx_mtp.checkpoint.chat_template import render
 from mlx_mtp.checkpoint.template_limits import DEADLINE, MOST_TEXT, TemplateStopped
-from mlx_mtp.checkpoint.template_process import Process, Processes, isolate, processes
+from mlx_mtp.checkpoint.template_process import PROCESSES, Process, Processes, isolate, processes, rendered_within
 
 PICTURES = turn("user", [{"type": "image"}, {"type": "text", "text": "What?"}])
 MORE = {
@@ -108,10 +108,10 @@ LARGE = (
 LONG = (f"{{{{ 'a' * {MOST_TEXT + 1} }}}}", NESTED.replace("BODY", "{{ 'x' * 1000 }}"))
 
 
-def stopped(template):
+def stopped(template, seconds=DEADLINE):
     """Why a template was stopped, in one line."""
     tokenizer = isolated(tokenizer_of(template))
-    with pytest.raises(TemplateStopped) as error:
+    with rendered_within(seconds), pytest.raises(TemplateStopped) as error:
         render(tokenizer, [U], {})
     assert "\n" not in str(error.value)
     return str(error.value)
@@ -127,18 +127,16 @@ def test_a_large_template_is_stopped_and_its_process_renders_the_next(template):
 
 
 @pytest.mark.parametrize("template", sampled(SLOW[:1], SLOW))
-def test_a_slow_template_is_stopped_while_others_are_rendered(template, monkeypatch):
+def test_a_slow_template_is_stopped_while_others_are_rendered(template):
     pool, tokenizer, found = processes(), tokenizer_of(OWN["json"]), []
     render(isolated(tokenizer), [U], {})  # a process has started
-    thread, receive = threading.Thread(target=lambda: found.append(stopped(template))), Process._receive
-    shorter = lambda self, limit: receive(self, 0.5 if threading.current_thread() is thread else limit)  # noqa: E731
-    monkeypatch.setattr(Process, "_receive", shorter)
+    thread = threading.Thread(target=lambda: found.append(stopped(template, 0.5)))
     thread.start()
     while len(pool._idle) == 2:  # until the slow template occupies the process
         time.sleep(0.01)
     assert render(isolated(tokenizer), [U], {}) == render(tokenizer, [U], {})
     thread.join()
-    assert found == [f"the chat template was stopped: it took longer than {DEADLINE:g} seconds"]
+    assert found == ["the chat template was stopped: it took longer than 0.5 seconds"]
 
 
 def test_resident_memory_is_limited_where_the_system_does_not(monkeypatch):
@@ -164,3 +162,12 @@ def test_a_process_that_lost_its_parent_ends_a_loop():
     process._socket.sendall(json.dumps(request).encode() + b"\n")
     process._socket.close()
     assert process._process.wait(DEADLINE + 30) == -signal.SIGALRM
+
+
+def test_requests_wait_only_for_a_while_if_all_processes_are_occupied():
+    for _ in range(PROCESSES):
+        processes()._free.acquire()
+    try:
+        assert "waited longer than 0.01 seconds" in stopped("{{ 1 }}", 0.01)
+    finally:
+        processes()._free.release(PROCESSES)
