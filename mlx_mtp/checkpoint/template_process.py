@@ -23,7 +23,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from .template_limits import DEADLINE, MOST_MEMORY, TOO_MUCH_MEMORY, TemplateStopped
 
-PROCESSES = 2  # a slow template occupies one; the other then still renders for everybody else
+PROCESSES = 2  # a slow template occupies one of them, and the other renders meanwhile
 START = 120.0  # seconds that a process may take to import transformers
 POLL = 0.1  # seconds between two reads of a process's resident memory
 SECONDS: ContextVar[float] = ContextVar("SECONDS", default=DEADLINE)  # that a template may run
