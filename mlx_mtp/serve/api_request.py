@@ -28,7 +28,7 @@ from .thinking import switch_of
 from .tool_calls.table import GENERIC
 from .tool_choice import ToolChoice, call_output
 
-IDLE_SECONDS = 1.0  # that the chat template may take for a prompt that nobody has sent; no request begins meanwhile
+IDLE_SECONDS = 1.0  # limit of the chat template for a prompt that was not requested; no request begins meanwhile
 ROLES = ("system", "user", "assistant", "tool")
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint's own Python code runs only with the flag, whatever standard input says."""
+"""A checkpoint's own Python code runs only with the flag, whatever standard input contains."""
 
 import io
 import json
@@ -19,7 +19,7 @@ CODE = "from pathlib import Path\nPath(__file__ + '.ran').touch()\nclass T: pass
 TOKENIZER = {"auto_map": {"AutoTokenizer": ["evil.T", "evil.T"]}, "tokenizer_class": "T"}
 CONFIG = {"auto_map": {"AutoConfig": "evil.T", "AutoTokenizer": "evil.T", "AutoModelForCausalLM": "evil.T"}}
 RUN = ("-m", 2, "--quiet", "--model")
-DOORS = {
+COMMANDS = {
     "generate": ("generate", "-p", "x", *RUN),
     "chat": ("chat", *RUN),
     "serve": ("serve", "--quiet", "--port", "PORT", "--model"),
@@ -30,7 +30,7 @@ DOORS = {
     "bench": ("bench", "decode", "-m", 2, "--model"),
     "a drafter": ("generate", "-p", "x", "-m", 2, "--quiet", "--draft-model"),
 }
-QUIET_DOORS = {"inspect": ("inspect",), "convert": ("convert", "--mlx-path", "OUT", "--hf-path")}  # load no tokenizer
+OTHER_COMMANDS = {"inspect": ("inspect",), "convert": ("convert", "--mlx-path", "OUT", "--hf-path")}  # load no tokenizer
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,17 +62,17 @@ def words(command, tmp_path):
     return [filled.get(word, word) for word in command]
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_code_never_runs_without_the_flag(door, evil, copies, tmp_path):
-    line = one_line_error(call(*words(DOORS[door], tmp_path), evil, stdin="y\n" * 9))
+@pytest.mark.parametrize("command", COMMANDS)
+def test_code_never_runs_without_the_flag(command, evil, copies, tmp_path):
+    line = one_line_error(call(*words(COMMANDS[command], tmp_path), evil, stdin="y\n" * 9))
     assert not has_run(evil, copies)
     assert "--trust-remote-code" in line
     assert str(evil) in line
 
 
-@pytest.mark.parametrize("door", QUIET_DOORS)
-def test_commands_without_a_tokenizer_run_no_code(door, evil, copies, tmp_path):
-    assert call(*words(QUIET_DOORS[door], tmp_path), evil, stdin="y\n" * 9).returncode == 0
+@pytest.mark.parametrize("command", OTHER_COMMANDS)
+def test_commands_without_a_tokenizer_run_no_code(command, evil, copies, tmp_path):
+    assert call(*words(OTHER_COMMANDS[command], tmp_path), evil, stdin="y\n" * 9).returncode == 0
     assert not has_run(evil, copies)
 
 
@@ -93,5 +93,5 @@ def test_tokenizers_are_loaded_in_one_place():
 
 def test_code_runs_with_the_flag(evil, copies):
     """The class is no tokenizer, so the load fails afterwards."""
-    call(*DOORS["generate"], evil, "--trust-remote-code")
+    call(*COMMANDS["generate"], evil, "--trust-remote-code")
     assert has_run(evil, copies)
