@@ -30,7 +30,8 @@ COMMANDS = {
     "bench": ("bench", "decode", "-m", 2, "--model"),
     "a drafter": ("generate", "-p", "x", "-m", 2, "--quiet", "--draft-model"),
 }
-OTHER_COMMANDS = {"inspect": ("inspect",), "convert": ("convert", "--mlx-path", "OUT", "--hf-path")}  # load no tokenizer
+# Commands that load no tokenizer.
+OTHER_COMMANDS = {"inspect": ("inspect",), "convert": ("convert", "--mlx-path", "OUT", "--hf-path")}
 
 
 @pytest.fixture(scope="module", autouse=True)
