@@ -139,7 +139,7 @@ OFF = [
     {"think": False}, {"think": "none"}, {"thinking_budget": 0}, {"reasoning_budget": 0},
     {"thinking_budget_tokens": 0}, {"thinking_token_budget": 0},
 ]  # fmt: skip
-ON = [{"enable_thinking": True}, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"think": True}]
+ON = [{"enable_thinking": True}, {"thinking": {"type": "enabled", "budget_tokens": -1}}, {"think": True}]
 
 
 @pytest.fixture
@@ -288,7 +288,7 @@ def test_a_picture_of_a_tool_becomes_text_and_one_of_a_user_is_refused(served, a
 
 
 def test_the_table_is_the_only_list():
-    assert set(TREATMENTS) == {"h", "i", "r", "-"}
+    assert set(TREATMENTS) == {"h", "i", "w", "r", "-"}
     for name, field in FIELDS.items():
         assert len(field.letters) == len(APIS), name
         assert set(field.letters) <= set(TREATMENTS), name
