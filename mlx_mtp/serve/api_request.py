@@ -102,12 +102,12 @@ class ChoicesRequest(ApiRequest):
         super().__init__(body, info)
         self.choices = integer(body, "n", 1, MOST_CHOICES) or 1
         self._counts = boolean(fields_of(body, "stream_options"), "include_usage")
-        self._shows_prefill = boolean(body, "return_progress")
+        self.shows_prefill = boolean(body, "return_progress")
         self._head = {"id": new_id(self.prefix), "created": int(time.time()), "model": self.model}
         self.ends: list[End] = []
 
     def prefilled(self, choice: int, event: Prefilled) -> Iterable[str]:
-        if self._shows_prefill:
+        if self.shows_prefill:
             total = len(self.requests[choice].prompt)
             yield self.chunk(prompt_progress={"total": total, "processed": event.done, "choice": choice})
 

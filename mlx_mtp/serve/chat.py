@@ -59,6 +59,7 @@ class ChatRequest(ChoicesRequest):
             self.call_ids,
             most=most_tokens(body, "max_completion_tokens", "max_tokens"),
             choices=self.choices,
+            progress=self.shows_prefill,
             stops=stops(body, "stop"),
             logprobs=(top or 0) if logprobs else None,
             output=output_of(self.api, body),

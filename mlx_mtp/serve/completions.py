@@ -27,6 +27,7 @@ class CompletionRequest(ChoicesRequest):
         prompts = _prompts(body.get("prompt"), info, MOST_CHOICES // self.choices)
         options: dict[str, Any] = {"most": most_tokens(body, "max_tokens"), "stops": stops(body, "stop")}
         options |= {"logprobs": integer(body, "logprobs", 0, MOST_TOP), "choices": self.choices}
+        options["progress"] = self.shows_prefill
         if output := output_of(self.api, body):
             options["grammar"] = constraint_of(info, output)
         self.requests = [request for prompt in prompts for request in decode_requests(info, prompt, body, **options)]

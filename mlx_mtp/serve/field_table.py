@@ -190,11 +190,12 @@ def check_fields(api: str, body: dict[str, Any]) -> list[str]:
     unknown: list[str] = []
     warnings: list[str] = []
     for param, given in body.items():
-        inner = given if param in PARENTS and isinstance(given, dict) else {}
-        for name, value in ((param, given), *((f"{param}.{each}", value) for each, value in inner.items())):
-            treatment = _checked(api, name, value, param)
-            unknown += [name] if treatment == "unknown" else []
-            warnings += [f"{name} has no effect"] if treatment == "warning" else []
+        treatments = {param: _checked(api, param, given, param)}
+        if treatments[param] == "honoured" and param in PARENTS and isinstance(given, dict):
+            names = ((f"{param}.{inner}", value) for inner, value in given.items())
+            treatments |= {name: _checked(api, name, value, param) for name, value in names}
+        unknown += [name for name, treatment in treatments.items() if treatment == "unknown"]
+        warnings += [f"{name} has no effect" for name, treatment in treatments.items() if treatment == "warning"]
     return [*warnings, *unknown_names("field", unknown, partial(_suggestion, api))]
 
 

@@ -10,10 +10,10 @@ from .token_rules import TokenRules, completions_of
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
 CONTEXTS = ("repetition_context_size", "presence_context_size", "frequency_context_size")
 ALIASES = {
-    "repeat_penalty": "repetition_penalty",
-    "repeat_last_n": "repetition_context_size",
-    "min_keep": "min_tokens_to_keep",
-    "n_predict": "max_tokens",
+    "repetition_penalty": "repeat_penalty",
+    "repetition_context_size": "repeat_last_n",
+    "min_tokens_to_keep": "min_keep",
+    "max_tokens": "n_predict",
 }
 LARGE = 2**31
 MAX_XTC = 0.5  # above this threshold XTC removes no token, because at most one exceeds it
@@ -28,7 +28,7 @@ def decode_requests(
     `DecodeRequest`.
     Raises Refused for invalid fields, an empty prompt, and one that leaves no room for a token.
     """
-    body = _with_aliases(body)
+    _check_aliases(body)
     room = info.positions - len(prompt.tokens)
     if not prompt.tokens:
         raise Refused("the prompt is empty", param="prompt")
@@ -41,7 +41,6 @@ def decode_requests(
         most = max(info.max_tokens, rules.min_tokens)
     more["max_tokens"] = room if most is None or most == -1 else min(most, room)
     more |= {"penalties": _penalties(body, info), "rules": rules, "adapter": info.adapter_of(body)}
-    more["progress"] = boolean(body, "return_progress")
     sampling = _sampling(body, info)
     seeds = ((sampling["seed"] + i) % 2**63 for i in range(choices))
     more |= {"turns": prompt.turns, "pictures": prompt.pictures}
@@ -61,14 +60,16 @@ def most_tokens(body: dict[str, Any], *names: str) -> int | None:
     return next((each for each in found if each is not None), None)
 
 
-def _with_aliases(body: dict[str, Any]) -> dict[str, Any]:
-    """Return a body that has the values of ALIASES under our names, too; raises Refused if two names contradict."""
-    for alias, name in ALIASES.items():
-        if (value := body.get(alias)) is not None:
-            if body.get(name) not in (None, value):
-                raise Refused(f"{alias}={shown(value)}: contradicts {name}; send one", param=alias)
-            body = {**body, name: value}
-    return body
+def _check_aliases(body: dict[str, Any]) -> None:
+    """Raise Refused if a field and another name of it, in ALIASES, contradict."""
+    for name, alias in ALIASES.items():
+        if (value := body.get(alias)) is not None and body.get(name) not in (None, value):
+            raise Refused(f"{alias}={shown(value)}: contradicts {name}; send one", param=alias)
+
+
+def _name_in(body: dict[str, Any], name: str) -> str:
+    """Return the name, itself or of ALIASES, by which a body has a field."""
+    return ALIASES[name] if body.get(name) is None and body.get(ALIASES[name]) is not None else name
 
 
 def _sampling(body: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
@@ -82,7 +83,7 @@ def _sampling(body: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
         "top_p": number(body, "top_p", 0, 1),
         "top_k": integer(body, "top_k", -1, LARGE),
         "min_p": number(body, "min_p", 0, 1),
-        "min_tokens_to_keep": integer(body, "min_tokens_to_keep", 0, LARGE),
+        "min_tokens_to_keep": integer(body, _name_in(body, "min_tokens_to_keep"), 0, LARGE),
         "xtc_probability": number(body, "xtc_probability", 0, 1),
         "xtc_threshold": number(body, "xtc_threshold", 0, 1),
         "seed": integer(body, "seed", -(2**63), 2**63 - 1),
@@ -104,7 +105,7 @@ def _penalties(body: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
     Raises Refused for an invalid field.
     """
     found = {
-        "repetition_penalty": number(body, "repetition_penalty", 0, 100),
+        "repetition_penalty": number(body, _name_in(body, "repetition_penalty"), 0, 100),
         "presence_penalty": number(body, "presence_penalty", -2, 2),
         "frequency_penalty": number(body, "frequency_penalty", -2, 2),
         "logit_bias": _bias(body, len(info.tokenizer)),
@@ -114,7 +115,8 @@ def _penalties(body: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
     if found.get("repetition_penalty") == 1:
         del found["repetition_penalty"]
     for name in CONTEXTS:
-        penalty, size = name.replace("context_size", "penalty"), integer(body, name, -1, LARGE)
+        given = _name_in(body, name) if name in ALIASES else name
+        penalty, size = name.replace("context_size", "penalty"), integer(body, given, -1, LARGE)
         if size == 0:
             found.pop(penalty, None)
         elif size is not None and penalty in found:
