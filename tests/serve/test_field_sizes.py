@@ -1,4 +1,4 @@
-"""Every field of every API has limits: a huge value gets a prompt answer, and an error names the field in one line."""
+"""Every field of every API has limits: a huge value gets a prompt answer, and its error is one line."""
 
 import re
 import time
