@@ -106,8 +106,8 @@ HONOURED = {
     "tool_choice": [{"type": "function", "name": "roll"}, {"type": "function", "function": {"name": "roll"}},
                     {"type": "allowed_tools", "mode": "required", "tools": [FLAT]},
                     {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [FLAT]}}],
-    "parallel_tool_calls": [False], "n_predict": [3], "stop_token_ids": [[5]], "bad_words": [["x"]], "min_tokens": [2],
-    "guided_regex": ["a+"], "structured_outputs": [{"choice": ["a"]}], "guided_json": [SCHEMA],
+    "parallel_tool_calls": [False], "n_predict": [3], "stop_token_ids": [[5]], "bad_words": [["x"]],
+    "min_tokens": [2], "guided_regex": ["a+"], "structured_outputs": [{"choice": ["a"]}], "guided_json": [SCHEMA],
 }  # fmt: skip
 
 
