@@ -259,9 +259,8 @@ def batch_generate(
     each = zip(prompts, for_each("images", images, None, len(prompts)), strict=True)
     given = [with_images(model, tokenizer, encoded(tokenizer, prompt), own, shape) for prompt, own in each]
     ids, pictures = [tokens for tokens, _ in given], [found for _, found in given]
-    limits = (
-        [max_tokens] * len(ids) if isinstance(max_tokens, str) or not hasattr(max_tokens, "__len__") else max_tokens
-    )
+    one = isinstance(max_tokens, str) or not hasattr(max_tokens, "__len__")
+    limits = [max_tokens] * len(ids) if one else max_tokens
     if prompt_caches is None and return_prompt_caches:
         layout = checked.cache_options(options)
         prompt_caches = [make_prompt_cache(model, **layout) for _ in ids]

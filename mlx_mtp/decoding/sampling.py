@@ -40,12 +40,11 @@ class Sampling:
 
     def validate(self, vocab_size: int) -> None:
         """Raise a ValueError that names the first option out of range."""
-        most = vocab_size - 1
-        tokens = Range(f"token ids from 0 to {most}, below the vocabulary's size", 0, most)
+        tokens = Range(f"token ids from 0 to {vocab_size - 1}, below the vocabulary's size", 0, vocab_size - 1)
         ranges = {
             "temp": TEMPERATURE,
             **dict.fromkeys(("top_p", "min_p", "xtc_probability"), PART),
-            "top_k": Range(f"0 (off) to {most}, below the vocabulary's size", 0, most),
+            "top_k": Range(f"0 (off) to {vocab_size - 1}, below the vocabulary's size", 0, vocab_size - 1),
             "min_tokens_to_keep": Range(f"1 to {vocab_size}, the vocabulary's size", 1, vocab_size),
             "xtc_threshold": Range("between 0 and 0.5", 0, 0.5, False),
         }
