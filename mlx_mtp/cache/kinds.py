@@ -17,6 +17,7 @@ GROUP_SIZES = (32, 64, 128)  # supported by MLX's quantization
 MOST_POSITIONS = 2**30  # of a cache: MLX's shapes and positions are int32, and buffers are rounded up
 BITS = (2, 3, 4, 5, 6, 8)
 LAYOUT: dict[str, Allowed] = {
+    "num_draft_tokens": Range("0 to the drafter's maximum, or None", 0, float("inf"), optional=True),
     **dict.fromkeys(("kv_bits", "mtp_kv_bits"), Choice(f"{', '.join(map(str, BITS))} or None", BITS)),
     "kv_group_size": Choice("32, 64, 128 or None", GROUP_SIZES),
     "quantized_kv_start": Range(f"0 to {MOST_POSITIONS}, as an integer", 0, MOST_POSITIONS),

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..machine.ranges import Range, check_options
+from ..machine.ranges import check_options
 from ..machine.stream import in_turn
 from .absorb import reach_of
 from .aside import reunite
@@ -25,7 +25,6 @@ from .step_cache import StepCache, seek
 from .token_rows import TokenRows
 
 SINKS = 4  # first positions that max_kv_size keeps, as mlx_lm does; they get much attention (arXiv 2309.17453)
-HEADS = Range("0 or more, as an integer, or None", 0, math.inf, optional=True)
 SPILL = 16  # rows after which the backlog is joined and cut; doing so at each row is slower
 
 
@@ -293,7 +292,7 @@ def make_prompt_cache(
     max_kv_size: full-attention layers keep this many positions, the first SINKS and the last ones, as mlx_lm's
         rotating cache when it decodes; MLX reads such a cache, no kernel does. A bad argument raises ValueError.
     """
-    check_options(locals(), {**LAYOUT, "num_draft_tokens": HEADS})
+    check_options(locals(), LAYOUT)
     kv_group_size = group_size_for(model) if kv_group_size is None else kv_group_size
     check_layout(model, kv_bits, mtp_kv_bits, kv_group_size, max_kv_size)
     full = None if max_kv_size is None else Ring(max_kv_size, keep=min(SINKS, max_kv_size - 1))

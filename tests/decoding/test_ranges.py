@@ -24,7 +24,7 @@ VALUES = {
 SAMPLING = Sampling.__dataclass_fields__.keys()
 # Not in OPTIONS: what each allows of VALUES; the functions check these with the model, the cache or the pictures.
 OTHERS = {
-    "num_draft_tokens": (), "draft_sampling": (), "temp": ("2.5",), "top_p": (), "top_k": (),
+    "draft_sampling": (), "temp": ("2.5",), "top_p": (), "top_k": (),
     "min_p": (), "min_tokens_to_keep": (), "xtc_probability": (), "xtc_threshold": (),
 }  # fmt: skip
 CHECKED_ELSEWHERE = {"prompt_cache", "pictures", "stop_tokens", "prompt", "model", "cache", "chunk", "sampling"}
@@ -50,7 +50,7 @@ def doors(model):
     }
 
 
-CACHE = {"kv_bits", "mtp_kv_bits", "kv_group_size", "quantized_kv_start", "max_kv_size"}
+CACHE = {"kv_bits", "mtp_kv_bits", "kv_group_size", "quantized_kv_start", "max_kv_size", "num_draft_tokens"}
 OF_ONE = {  # options of some functions only
     "completion_batch_size": ["BatchGenerator", "batch_generate"], "prefill_batch_size": ["BatchGenerator"],
     "verbose": ["generate", "batch_generate"], "return_prompt_caches": ["batch_generate"],
