@@ -27,7 +27,8 @@ class Range(NamedTuple):
     def fits(self, value: Any) -> bool:
         if value is None or isinstance(value, bool | np.bool_):
             return value is None and self.optional
-        return isinstance(value, Integral if self.whole else Real) and bool(self.least <= value <= self.most)
+        number: Any = value
+        return isinstance(value, Integral if self.whole else Real) and bool(self.least <= number <= self.most)
 
 
 class Choice(NamedTuple):

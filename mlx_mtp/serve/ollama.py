@@ -177,7 +177,6 @@ class OllamaGenerate(OllamaRequest):
             return self.chat_requests(info, {**body, "tools": None}, given, generate_messages(body))
         if body.get("images"):
             raise Refused("images: a raw prompt has no place for pictures; leave out raw", param="images")
-        self.warnings += [f"{name} has no effect with raw" for name in ("system", "think") if body.get(name)]
         output, more = output_of("ollama", body), {}
         if output:
             more["grammar"] = constraint_of(info, output)

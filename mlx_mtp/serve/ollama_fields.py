@@ -34,7 +34,7 @@ def as_openai(body: dict[str, Any], known: tuple[str, ...], warnings: list[str])
 
     These are the model, the switch of reasoning, stream (by default true) and the options in SAMPLING; of their
     values only the size is checked. Messages, prompt, tools and format are not converted. known: CHAT or GENERATE.
-    warnings: appended to, for unknown fields and options, and for a context. Raises Refused for a field in REFUSED
+    warnings: appended to, for unknown fields and options, and those without effect. Raises Refused for a field in REFUSED
     that is not empty, for `options` that is no object, and as `check_size`.
     """
     for name, reason in REFUSED.items():
@@ -46,6 +46,8 @@ def as_openai(body: dict[str, Any], known: tuple[str, ...], warnings: list[str])
     options = fields_of(body, "options")
     warnings += unknown_names("field", [name for name in body if name not in known])
     warnings += unknown_names("option", [name for name in options if name not in (*OWN, *SAMPLING, *SYSTEM)])
+    if "raw" in known and body.get("raw"):
+        warnings += [f"{name} has no effect with raw" for name in ("system", "think") if body.get(name)]
     if "context" in known and body.get("context"):
         warnings.append("context has no effect: send the messages of the conversation to /api/chat")
     found = {NAMES.get(name, name): options[name] for name in SAMPLING if options.get(name) is not None}

@@ -35,7 +35,7 @@ def model(tiny_models):
     return tiny_models(vocab_size=16)[0]
 
 
-def doors(model):
+def functions_of(model):
     """Return the functions that take options of a generation, by name, each with the options that it lacks."""
     tokenizer, callback = make_tokenizer(), "prompt_progress_callback"
     of_batch = {callback, "logprobs", "prefill_step_size"}
@@ -85,16 +85,16 @@ def test_every_function_refuses_the_same_values_in_the_same_words(model, name):
         if not refused(name, value):
             continue
         words = set()
-        for door, (call, lacks) in doors(model).items():
+        for function, (call, lacks) in functions_of(model).items():
             is_list = (
-                name == "max_tokens" and door == "batch_generate" and hasattr(value, "__len__")
+                name == "max_tokens" and function == "batch_generate" and hasattr(value, "__len__")
             )  # one per prompt
-            if name in lacks or is_list or door not in OF_ONE.get(name, [door]):
+            if name in lacks or is_list or function not in OF_ONE.get(name, [function]):
                 continue
             with pytest.raises(ValueError, match=rf"^{name}=.*(allowed|expected)") as error:
                 call(**{name: value})
             words.add(str(error.value))
-            assert "\n" not in str(error.value), (door, key)
+            assert "\n" not in str(error.value), (function, key)
         assert len(words) == 1, (key, words)
 
 

@@ -38,7 +38,7 @@ def test_failures_name_no_directory(name):
 @pytest.mark.parametrize(
     "text",
     [
-        "</think> is missing", "tokens/s: 1/2", "see http://host/a/b?c", "a / b", "application/json",
+        "</b> is missing", "tokens/s: 1/2", "see http://host/a/b?c", "a / b", "application/json",
         "prompt: 9 tokens and max_tokens=4: 2.0 GB needed in addition to the model, 1.0 GB available",
     ],
 )  # fmt: skip
