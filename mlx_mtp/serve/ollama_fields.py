@@ -34,8 +34,8 @@ def as_openai(body: dict[str, Any], known: tuple[str, ...], warnings: list[str])
 
     These are the model, the switch of reasoning, stream (by default true) and the options in SAMPLING; of their
     values only the size is checked. Messages, prompt, tools and format are not converted. known: CHAT or GENERATE.
-    warnings: appended to, for unknown fields and options, and those without effect. Raises Refused for a field in REFUSED
-    that is not empty, for `options` that is no object, and as `check_size`.
+    warnings: appended to, for unknown fields and options, and those without effect. Raises Refused for a field in
+    REFUSED that is not empty, for `options` that is no object, and as `check_size`.
     """
     for name, reason in REFUSED.items():
         if body.get(name):

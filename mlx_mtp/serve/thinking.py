@@ -33,7 +33,7 @@ def template_of(body: dict[str, Any], info: ModelInfo, warnings: list[str]) -> d
         warnings += [f"{name}={budget} {why}" for name, budget in budgets.items() if budget > 0]
     if effort and effort not in OFF:
         found |= _with_effort(info, {**found, **given}, effort, warnings)
-    passed = [each for each, value in given.items() if _by_variable(each, value) is None]
+    passed = [each for each, value in given.items() if value is not None and _by_variable(each, value) is None]
     for name in unread(info.tokenizer, passed):
         warnings.append(f"chat_template_kwargs.{name[:80]}: the chat template does not read it")
     return {**found, **given}
