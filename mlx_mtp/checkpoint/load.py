@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from ..decoding.prefill_chunk import prefill_chunk
 from ..layers.expert_rows import cut_experts, number_rows
 from ..layers.shared_rope import share_angles
 from ..machine.errors import one_line
+from ..machine.ranges import FLAG, Allowed, Kind, check_options
 from ..machine.stream import in_turn
 from ..machine.wired import AUTO, WiredLimit, check_wired_limit, wire
 from ..models import find_port
@@ -49,6 +51,15 @@ from .vision import Sight, open_vision
 
 WEIGHTS_ALONE = Budget()
 UNTRUSTED = "it is code of the checkpoint, which runs only with --trust-remote-code, in Python trust_remote_code=True"
+PATH = Kind("a path, or None", (str, PathLike), optional=True)
+LOADING: dict[str, Allowed] = {
+    **dict.fromkeys(("path_or_hf_repo", "path"), Kind("a path or the name of a repository", (str, PathLike))),
+    **dict.fromkeys(("lazy", "return_config", "trust_remote_code", "mtp", "vision"), FLAG),
+    **dict.fromkeys(("mtp_path", "draft_model", "vision_path"), PATH),
+    **dict.fromkeys(("tokenizer_config", "model_config", "mtp_overrides"), Kind("a dict, or None", (dict,), True)),
+    "revision": Kind("a text, or None", (str,), optional=True),
+    "budget": Kind("a Budget", (Budget,)),
+}
 
 
 def load(
@@ -101,10 +112,7 @@ def load(
         the same calls; each has whole heads. Not with adapters.
     Raises a one-line ValueError for a wrong option, and a checkpoint that is damaged, unsupported or too large.
     """
-    drafting, sight = Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), Sight(vision, vision_path)
-    given = {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})}
-    others = {"lazy": lazy, "adapter_path": adapter_path, "sight": sight, "tokenizer_config": given}
-    options = _checked(drafting, draft_vocab, kernels, budget, wired_limit, tensor_group, **others)
+    options = _checked(locals())
     path = find_checkpoint(path_or_hf_repo, revision, code=trust_remote_code)
     with in_turn():
         config = read_config(path, model_config)
@@ -130,9 +138,7 @@ def load_model(
     vision_path: str | Path | None = None,
 ) -> Any:
     """Load only the model, as `load` does, and return it; a draft vocabulary's tokenizer is not checked."""
-    drafting, sight = Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), Sight(vision, vision_path)
-    others = {"lazy": lazy, "adapter_path": None, "sight": sight, "tokenizer_config": {}}
-    options = _checked(drafting, draft_vocab, kernels, budget, wired_limit, tensor_group, **others)
+    options = _checked({**locals(), "adapter_path": None, "tokenizer_config": None, "trust_remote_code": False})
     path = find_checkpoint(path)
     with in_turn():
         model = _load(path, read_config(path), options)
@@ -158,23 +164,26 @@ class LoadOptions(NamedTuple):
     tokenizer_config: dict[str, Any]
 
 
-def _checked(
-    drafting: Drafting, draft_vocab: Any, kernels: Any, budget: Budget, wired: WiredLimit, group: Any, **others: Any
-) -> LoadOptions:
+def _checked(given: dict[str, Any]) -> LoadOptions:
     """Return the options of a load, checked without the checkpoint; a file with a draft vocabulary is read.
 
-    others: `lazy`, `adapter_path`, `sight` and `tokenizer_config`. ValueError for an option that is not allowed.
+    given: the arguments of `load` or `load_model`, by name. ValueError for an option that is not allowed.
     """
-    check_wired_limit(wired)
-    others["sight"].check()
-    lane = requested(kernels)
+    check_options(given, LOADING)
+    check_wired_limit(given["wired_limit"])
+    drafting = Drafting(given["mtp"], given["mtp_path"], given["mtp_overrides"] or {}, given["draft_model"])
+    sight, lane = Sight(given["vision"], given["vision_path"]), requested(given["kernels"])
+    sight.check()
+    draft_vocab = given["draft_vocab"]
     if draft_vocab is not None and not drafting.mtp:
         raise ValueError(f"draft_vocab={draft_vocab}: not together with mtp=False")
-    vocab, ranks = None if draft_vocab is None else read_vocab(draft_vocab), ranks_of(group)
-    if ranks and (adapters := others["adapter_path"]):
-        adapters = adapters if isinstance(adapters, (str, Path)) else ", ".join(map(str, adapters))
-        raise ValueError(f"adapter_path={adapters}: not on {ranks.size} ranks; fuse the adapters first")
-    return LoadOptions(drafting, vocab, lane, budget, wired, ranks, **others)
+    vocab, ranks = None if draft_vocab is None else read_vocab(draft_vocab), ranks_of(given["tensor_group"])
+    adapters, budget, wired = given["adapter_path"], given["budget"], given["wired_limit"]
+    if ranks and adapters:
+        names = adapters if isinstance(adapters, (str, Path)) else ", ".join(map(str, adapters))
+        raise ValueError(f"adapter_path={names}: not on {ranks.size} ranks; fuse the adapters first")
+    code = {"trust_remote_code": given["trust_remote_code"], **(given["tokenizer_config"] or {})}
+    return LoadOptions(drafting, vocab, lane, budget, wired, ranks, given["lazy"], adapters, sight, code)
 
 
 def load_tokenizer(

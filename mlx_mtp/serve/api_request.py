@@ -14,7 +14,7 @@ from ..decoding.summary import paused
 from .answer import Part, calls_of, text_of
 from .continued import finished, is_begun
 from .field_table import check_fields
-from .fields import MOST_CHOICES, ModelInfo, Refused, boolean, integer
+from .fields import MOST_CHOICES, ModelInfo, Refused, boolean, fields_of, integer
 from .forms import Content, Message
 from .frames import ends_in_reasoning
 from .generic_calls import with_tools
@@ -103,14 +103,13 @@ class ChoicesRequest(ApiRequest):
     def __init__(self, body: dict[str, Any], info: ModelInfo):
         super().__init__(body, info)
         self.choices = integer(body, "n", 1, MOST_CHOICES) or 1
-        options = body.get("stream_options") or {}
-        self._counts = isinstance(options, dict) and bool(options.get("include_usage"))
-        self._shows_prefill = boolean(body, "return_progress")
+        self._counts = boolean(fields_of(body, "stream_options"), "include_usage")
+        self.shows_prefill = boolean(body, "return_progress")
         self._head = {"id": new_id(self.prefix), "created": int(time.time()), "model": self.model}
         self.ends: list[End] = []
 
     def prefilled(self, choice: int, event: Prefilled) -> Iterable[str]:
-        if self._shows_prefill:
+        if self.shows_prefill:
             total = len(self.requests[choice].prompt)
             yield self.chunk(prompt_progress={"total": total, "processed": event.done, "choice": choice})
 

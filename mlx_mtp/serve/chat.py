@@ -15,6 +15,7 @@ from .fields import (
     integer,
     items,
     plain_text,
+    shown,
     stops,
     text,
     tool_content,
@@ -56,8 +57,9 @@ class ChatRequest(ChoicesRequest):
             template_of(body, info, self.warnings),
             self.warnings,
             self.call_ids,
-            most=most_tokens(body, "max_completion_tokens", "max_tokens", "n_predict"),
+            most=most_tokens(body, "max_completion_tokens", "max_tokens"),
             choices=self.choices,
+            progress=self.shows_prefill,
             stops=stops(body, "stop"),
             logprobs=(top or 0) if logprobs else None,
             output=output_of(self.api, body),
@@ -121,10 +123,10 @@ def functions_of(tools: list[dict[str, Any]], warnings: list[str], kind: str = "
     functions = [tool for tool in tools if (tool.get("type") or kind) == kind]
     others = [tool for tool in tools if (tool.get("type") or kind) != kind]
     if others and not functions:
-        raise Refused(f"tools: type {others[0].get('type')!r}; allowed is {kind}", param="tools")
+        raise Refused(f"tools: type {shown(others[0].get('type'))}; allowed is {kind}", param="tools")
     for tool in others:
         name = f" {tool['name'][:80]!r}" if isinstance(tool.get("name"), str) else ""
-        warnings.append(f"tool{name} of type {repr(tool.get('type'))[:80]} is ignored; the server takes functions")
+        warnings.append(f"tool{name} of type {shown(tool.get('type'))} is ignored; the server takes functions")
     return functions
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from ..generate import encoded
 from .answer import Part, TextPart, TokenLogprob, logprobs_of, text_of
 from .api_request import Answer, ChoicesRequest
-from .fields import MOST_CHOICES, MOST_TOP, ModelInfo, Refused, integer, stops
+from .fields import MOST_CHOICES, MOST_TOP, ModelInfo, Refused, integer, shown, stops
 from .job import Begun, End
 from .output_format import output_of
 from .prompts import Prompt
@@ -24,11 +24,10 @@ class CompletionRequest(ChoicesRequest):
         super().__init__(body, info)
         if (integer(body, "best_of", 1, MOST_CHOICES) or self.choices) != self.choices:
             raise Refused("best_of: allowed is only the value of n", param="best_of")
-        prompts = _prompts(body.get("prompt"), info)
-        if len(prompts) * self.choices > MOST_CHOICES:
-            raise Refused(f"prompt: allowed are at most {MOST_CHOICES} choices, n for each prompt", param="prompt")
-        options: dict[str, Any] = {"most": most_tokens(body, "max_tokens", "n_predict"), "stops": stops(body, "stop")}
+        prompts = _prompts(body.get("prompt"), info, MOST_CHOICES // self.choices)
+        options: dict[str, Any] = {"most": most_tokens(body, "max_tokens"), "stops": stops(body, "stop")}
         options |= {"logprobs": integer(body, "logprobs", 0, MOST_TOP), "choices": self.choices}
+        options["progress"] = self.shows_prefill
         if output := output_of(self.api, body):
             options["grammar"] = constraint_of(info, output)
         self.requests = [request for prompt in prompts for request in decode_requests(info, prompt, body, **options)]
@@ -70,10 +69,16 @@ def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
     }
 
 
-def _prompts(given: Any, info: ModelInfo) -> list[Prompt]:
-    """Return a list of one prompt for a text or for token ids, or of several for a list of these. Raises Refused."""
+def _prompts(given: Any, info: ModelInfo, most: int) -> list[Prompt]:
+    """Return a list of one prompt for a text or for token ids, or of several for a list of these.
+
+    Raises Refused for another value, and for more than `most` prompts before any of them is encoded.
+    """
     several = isinstance(given, list) and given and not all(type(each) is int for each in given)
-    return [_prompt(each, info) for each in (given if several else [given])]
+    prompts = given if several else [given]
+    if len(prompts) > most:
+        raise Refused(f"prompt: allowed are at most {MOST_CHOICES} choices, n for each prompt", param="prompt")
+    return [_prompt(each, info) for each in prompts]
 
 
 def _prompt(given: Any, info: ModelInfo) -> Prompt:
@@ -83,4 +88,4 @@ def _prompt(given: Any, info: ModelInfo) -> Prompt:
     if isinstance(given, list) and given and all(type(token) is int and 0 <= token < most for token in given):
         return Prompt(given)
     allowed = f"a text, a list of at least one token id from 0 to {most - 1}, or a list of these"
-    raise Refused(f"prompt={repr(given)[:80]}: allowed are {allowed}", param="prompt")
+    raise Refused(f"prompt={shown(given)}: allowed are {allowed}", param="prompt")

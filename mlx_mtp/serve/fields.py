@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from reprlib import Repr
 from typing import Any
 
 from .forms import Content, joined_contents
@@ -12,17 +13,20 @@ from .tool_calls.call_format import CallFormat
 
 LATEST = ":latest"  # Ollama's tag of a model without one
 MOST_CHOICES, MOST_STOPS, MOST_TOP = 16, 64, 20
-MAX_MESSAGE = 1000  # characters of an error message, which may quote the request
+MAX_WORD = 256  # characters of a stop string and of a bad word: their search reads as many before each token
+MAX_MESSAGE = 480  # characters of an error message, which may quote the request
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
 
 class Refused(ValueError):
-    """Raised for a request that is invalid or cannot be served now. The message is cut at MAX_MESSAGE characters.
+    """Raised for a request that is invalid or cannot be served now, with a message of one line, cut at MAX_MESSAGE.
 
     status: of HTTP. param: the name of the invalid field, if there is one. code: OpenAI's error code, or None.
     """
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None):
-        super().__init__(message[:MAX_MESSAGE])
+        super().__init__(" ".join(message[: 2 * MAX_MESSAGE].split())[:MAX_MESSAGE])
         self.status, self.param, self.code = status, param, code
 
 
@@ -103,13 +107,17 @@ class ModelInfo:
         named = after if after in self.adapters and ("*" in self.names or before in self.names) else None
         if name is None:
             return named
-        shown = repr(name)[:80]
         if not isinstance(name, str) or name not in self.adapters:
             allowed = ", ".join(map(repr, self.adapters)) or "none, as the server was started without --adapter-path"
-            raise Refused(f"adapter={shown}: allowed is {allowed}", param="adapter")
+            raise Refused(f"adapter={shown(name)}: allowed is {allowed}", param="adapter")
         if named not in (None, name):
-            raise Refused(f"adapter={shown}: contradicts model={model!r}; send one", param="adapter")
+            raise Refused(f"adapter={shown(name)}: contradicts model={shown(model)}; send one", param="adapter")
         return name
+
+
+def shown(value: Any) -> str:
+    """Return the start of a value's representation, up to 80 characters, for messages; large values cost no more."""
+    return _SHORT.repr(value)[:80]
 
 
 def unknown_model(name: str, listed: Iterable[str], problem: str = "") -> Refused:
@@ -118,7 +126,7 @@ def unknown_model(name: str, listed: Iterable[str], problem: str = "") -> Refuse
     problem: " (reason)" for a model that cannot be served; "" for any other name.
     """
     allowed = ", ".join(repr(each) for each in listed)
-    message = f"model={repr(name)[:80]}{problem}: allowed is {allowed}"
+    message = f"model={shown(name)}{problem}: allowed is {allowed}"
     return Refused(message, status=404, param="model", code="model_not_found")
 
 
@@ -129,7 +137,7 @@ def field_of(body: dict[str, Any], name: str, allowed: str, fits: Callable[[Any]
     """
     value = body.get(name)
     if value is not None and not fits(value):
-        raise Refused(f"{name}={repr(value)[:80]}: allowed is {allowed}", param=name)
+        raise Refused(f"{name}={shown(value)}: allowed is {allowed}", param=name)
     return value
 
 
@@ -170,15 +178,24 @@ def _are_objects(value: Any) -> bool:
 def stops(body: dict[str, Any], name: str) -> tuple[str, ...]:
     """Return the stop strings of a field that is a string or a list, () if it is missing, null or an empty list.
 
-    Raises Refused for another type, an empty string, and more than MOST_STOPS.
+    Raises Refused as `words`.
     """
-    found = field_of(body, name, f"a text, or up to {MOST_STOPS} of them, none empty", _are_stops) or ()
-    return (found,) if isinstance(found, str) else tuple(found)
+    found = body.get(name)
+    return words({name: [found]} if isinstance(found, str) else body, name)
 
 
-def _are_stops(value: Any) -> bool:
-    found = [value] if isinstance(value, str) else value or []
-    return isinstance(found, list) and len(found) <= MOST_STOPS and all(isinstance(s, str) and s for s in found)
+def words(body: dict[str, Any], name: str) -> tuple[str, ...]:
+    """Return the strings of a list field, () if it is missing or null.
+
+    Raises Refused unless it is a list of at most MOST_STOPS strings, of 1 to MAX_WORD characters each.
+    """
+    allowed = f"a list of up to {MOST_STOPS} texts, of 1 to {MAX_WORD} characters each"
+    return tuple(field_of(body, name, allowed, _are_words) or ())
+
+
+def _are_words(value: Any) -> bool:
+    few = isinstance(value, list) and len(value) <= MOST_STOPS
+    return few and all(isinstance(each, str) and 0 < len(each) <= MAX_WORD for each in value)
 
 
 TEXTS = ("text", "input_text", "output_text", "refusal")
@@ -194,7 +211,7 @@ def plain_text(value: Any, name: str) -> str:
     for part in parts:
         if not isinstance(part, str):
             kind = part.get("type")
-            what = f"a picture ({kind})" if kind in PICTURES else f"a part of type {repr(kind)[:80]}"
+            what = f"a picture ({kind})" if kind in PICTURES else f"a part of type {shown(kind)}"
             raise Refused(f"{name}: {what}; allowed is text", param=name)
     return "".join(parts)
 
@@ -212,7 +229,7 @@ def content_with_pictures(value: Any, name: str, picture: Picture) -> Content:
         elif part.get("type") in PICTURES:
             found.append(picture(part, name))
         else:
-            kind = repr(part.get("type"))[:80]
+            kind = shown(part.get("type"))
             raise Refused(f"{name}: a part of type {kind}; allowed are text and pictures", param=name)
     return joined_contents(found)
 
@@ -232,7 +249,7 @@ def tool_content(value: Any, name: str, warnings: list[str], picture: Picture | 
         elif picture and part.get("type") in PICTURES:
             found, noted = [*found, picture(part, name)], False
         else:
-            kind = "picture" if part.get("type") in PICTURES else f"part of type {repr(part.get('type'))[:80]}"
+            kind = "picture" if part.get("type") in PICTURES else f"part of type {shown(part.get('type'))}"
             line = f"[A {kind} was left out: {NO_PICTURES if kind == 'picture' else 'this type is not read here'}.]"
             before = "".join(each for each in found if isinstance(each, str))
             found, noted = [*found, ("\n" if before and not before.endswith("\n") else "") + line], True

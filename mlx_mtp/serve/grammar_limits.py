@@ -16,6 +16,7 @@ MAX_BYTES = 100_000  # of a schema, as JSON, or a list of choices
 MAX_TEXT = 20_000  # characters of a regular expression or a Lark grammar
 MAX_PROPERTIES = 2000  # of all objects together: the time to compile them grows with their square
 MAX_FIXED = 4000  # characters of a const, a value of enum, a name, and of the shortest match of a pattern
+LONGEST = 10**9  # characters; longer estimates are cut
 MAX_SECONDS = 5.0  # to compile a grammar
 COMPILERS = threading.Semaphore(2)  # the maximum of grammars that are compiled at once
 ITEM = re.compile(r"\{(?P<count>\d+)(?:,\d*)?\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
@@ -98,8 +99,9 @@ def least_length(pattern: str) -> int:
         sign, group = found[0], groups[-1]
         repeats = found["count"] is not None or sign in "?*+"
         if repeats and not repeated:
-            count = int(found["count"] or sign == "+")
-            group[0], group[2] = group[0] + group[2] * (count - 1), group[2] * count
+            count = int((found["count"] or str(int(sign == "+")))[:9])
+            group[0] = min(group[0] + group[2] * (count - 1), LONGEST)
+            group[2] = min(group[2] * count, LONGEST)
         elif sign == "(":
             groups.append([0, 0, 0])
         elif sign == "|":

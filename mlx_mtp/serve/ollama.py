@@ -13,7 +13,7 @@ from .chat import functions_of, messages_of
 from .fields import ModelInfo, Refused, boolean, items, stops, text
 from .history import parsed
 from .job import Begun, DecodeRequest, End, Failed
-from .ollama_fields import as_openai, chat_messages, generate_messages, idle_seconds, most_predicted
+from .ollama_fields import CHAT, GENERATE, as_openai, chat_messages, generate_messages, idle_seconds, most_predicted
 from .output_format import output_of
 from .prompts import Prompt
 from .request_pictures import RequestPictures
@@ -31,10 +31,11 @@ class OllamaRequest(ApiRequest):
 
     api = "chat"  # of the fields that Ollama's are converted to
     media_type, waiting = "application/x-ndjson", ""
+    known: tuple[str, ...]  # names of the body's fields
 
     def __init__(self, body: dict[str, Any], info: ModelInfo):
         warnings: list[str] = []
-        given = as_openai(body, warnings)
+        given = as_openai(body, self.known, warnings)
         super().__init__(given, info)
         self.warnings += warnings
         self.idle = idle_seconds(body)
@@ -141,6 +142,8 @@ class OllamaRequest(ApiRequest):
 class OllamaChat(OllamaRequest):
     """A request of `/api/chat`."""
 
+    known = CHAT
+
     def decode_requests(self, body: dict[str, Any], given: dict[str, Any], info: ModelInfo) -> list[DecodeRequest]:
         messages = chat_messages(body)
         return self.chat_requests(info, body, given, messages) if messages else []
@@ -164,6 +167,8 @@ class OllamaChat(OllamaRequest):
 
 class OllamaGenerate(OllamaRequest):
     """A request of `/api/generate`: one prompt, rendered with the chat template unless `raw` is true."""
+
+    known = GENERATE
 
     def decode_requests(self, body: dict[str, Any], given: dict[str, Any], info: ModelInfo) -> list[DecodeRequest]:
         if not (prompt := text(body, "prompt")) and not body.get("images"):

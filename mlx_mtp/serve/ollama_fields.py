@@ -3,12 +3,16 @@
 import re
 from typing import Any
 
-from .fields import Refused, field_of, fields_of, items, text
+from .field_sizes import check_size
+from .field_table import unknown_names
+from .fields import Refused, field_of, fields_of, items, shown, text
 from .forms import Message
+from .output_format import GUIDED
 from .sampling_fields import LARGE
 
-FIELDS = ("model", "messages", "prompt", "system", "tools", "format", "options", "stream", "think", "keep_alive")
-FIELDS += ("images", "raw", "template", "suffix", "truncate", "shift", "context")  # the last three are ignored
+FIELDS = ("model", "format", "options", "stream", "think", "keep_alive", *GUIDED, "structured_outputs")
+FIELDS += ("guided_whitespace_pattern", "template", "suffix", "truncate", "shift")  # the last two are ignored
+CHAT, GENERATE = (*FIELDS, "messages", "tools"), (*FIELDS, "prompt", "system", "images", "raw", "context")
 REFUSED = {
     "template": "the model's own chat template is used; leave it out",
     "suffix": "text is not inserted before a suffix; leave it out",
@@ -18,25 +22,34 @@ SAMPLING += ("presence_penalty", "frequency_penalty", "typical_p", "tfs_z", "num
 SAMPLING += ("mirostat", "mirostat_tau", "mirostat_eta")
 SYSTEM = ("num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "vocab_only", "use_mmap", "use_mlock")
 SYSTEM += ("f16_kv", "logits_all", "penalize_newline", "draft_num_predict")  # of another engine; ignored
+OWN = ("num_predict",)  # read by `most_predicted`
 NAMES = {"num_keep": "n_keep"}
 UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 DURATION = re.compile(r"-?(?:\d+(?:\.\d+)?(?:ns|us|µs|ms|s|m|h))+|-?\d+(?:\.\d+)?")
 PIECE = re.compile(r"(\d+(?:\.\d+)?)([a-zµ]+)")
 
 
-def as_openai(body: dict[str, Any], warnings: list[str]) -> dict[str, Any]:
+def as_openai(body: dict[str, Any], known: tuple[str, ...], warnings: list[str]) -> dict[str, Any]:
     """Return fields of chat completions for a body of `/api/chat` or `/api/generate`.
 
-    These are the model, the switch of reasoning, stream (by default true) and the options in SAMPLING; none of their
-    values is checked. Messages, prompt, tools and format are not converted. warnings: appended to, for unknown fields
-    and options. Raises Refused for a field in REFUSED that is not empty, and for `options` that is no object.
+    These are the model, the switch of reasoning, stream (by default true) and the options in SAMPLING; of their
+    values only the size is checked. Messages, prompt, tools and format are not converted. known: CHAT or GENERATE.
+    warnings: appended to, for unknown fields and options, and those without effect. Raises Refused for a field in
+    REFUSED that is not empty, for `options` that is no object, and as `check_size`.
     """
     for name, reason in REFUSED.items():
         if body.get(name):
             raise Refused(f"{name}: {reason}", param=name)
+    for name in known:
+        if name not in ("context", *REFUSED):
+            check_size(name, body.get(name))
     options = fields_of(body, "options")
-    for kind, names, known in (("field", body, FIELDS), ("option", options, ("num_predict", *SAMPLING, *SYSTEM))):
-        warnings += [f"unknown {kind} {name[:80]!r} is ignored" for name in names if name not in known]
+    warnings += unknown_names("field", [name for name in body if name not in known])
+    warnings += unknown_names("option", [name for name in options if name not in (*OWN, *SAMPLING, *SYSTEM)])
+    if "raw" in known and body.get("raw"):
+        warnings += [f"{name} has no effect with raw" for name in ("system", "think") if body.get(name)]
+    if "context" in known and body.get("context"):
+        warnings.append("context has no effect: send the messages of the conversation to /api/chat")
     found = {NAMES.get(name, name): options[name] for name in SAMPLING if options.get(name) is not None}
     found |= {name: body[name] for name in ("model", "think") if body.get(name) is not None}
     return {**found, "stream": body.get("stream") is None or body["stream"]}
@@ -69,8 +82,9 @@ def idle_seconds(body: dict[str, Any]) -> float | None:
         pieces = PIECE.findall(value)
         size = sum(float(number) * UNITS[unit] for number, unit in pieces) if pieces else abs(float(value))
         value = -size if value.startswith("-") else size
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise Refused(f"keep_alive={repr(value)[:80]}: allowed are seconds, or a text such as 5m", param="keep_alive")
+    if isinstance(value, bool) or not isinstance(value, int | float) or value >= LARGE:
+        allowed = f"seconds below {LARGE}, or a text such as 5m"
+        raise Refused(f"keep_alive={shown(value)}: allowed are {allowed}", param="keep_alive")
     return float("inf") if value < 0 else float(value)
 
 

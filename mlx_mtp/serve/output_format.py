@@ -23,6 +23,7 @@ MADE: dict[str, Callable[..., Grammar]] = {
     "json_object": lambda _, whitespace: json_schema(OBJECT, whitespace=whitespace),
 }
 GRAMMARS = Kept()
+UNUSED = {"text": ("schema", "json_schema"), "json_object": ("json_schema",)}  # by type, members without effect
 TEXT_KINDS = ("regex", "grammar")
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_grammar": "grammar", "guided_choice": "choice"}
 
@@ -77,13 +78,16 @@ def _format(name: str, given: Any, *, flat: bool) -> Wanted | None:
 
     name: path of the format's field. flat: its schema is its own member `schema`; otherwise, if it has an object as
     member `json_schema`, the member `schema` of that object. Raises Refused for another type, for a schema that is
-    missing (json_object needs none) or null, and for a value that is neither object nor text.
+    missing (json_object needs none) or null, for a member of UNUSED, and for a value that is neither object nor text.
     """
     param = name if name.startswith("text") else name.partition(".")[0]
     given = {"type": given} if isinstance(given, str) else given
     if not isinstance(given, dict | None):
         raise Refused(f"{name}={repr(given)[:80]}: allowed is an object with a member `type`, or a type", param=param)
     kind = (given or {}).get("type", "text")
+    for inner in UNUSED.get(str(kind), ()):
+        if (given or {}).get(inner):
+            raise Refused(f"{name}.{inner}: has no effect with type {kind}; use type json_schema", param=param)
     if kind == "text":
         return None
     if kind == "json_object" and "schema" not in (given or {}):

@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 
 from mlx_mtp.demo import demo_path
-from mlx_mtp.serve import field_table, fields, messages, responses
+from mlx_mtp.serve import field_table, fields, messages, responses, thinking
 from mlx_mtp.serve.chat import messages_of
 from mlx_mtp.serve.field_table import APIS, FIELDS, TREATMENTS, UNKNOWN, check_fields
 from mlx_mtp.serve.fields import Refused
@@ -139,7 +139,7 @@ OFF = [
     {"think": False}, {"think": "none"}, {"thinking_budget": 0}, {"reasoning_budget": 0},
     {"thinking_budget_tokens": 0}, {"thinking_token_budget": 0},
 ]  # fmt: skip
-ON = [{"enable_thinking": True}, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"think": True}]
+ON = [{"enable_thinking": True}, {"thinking": {"type": "enabled", "budget_tokens": -1}}, {"think": True}]
 
 
 @pytest.fixture
@@ -194,6 +194,36 @@ def test_efforts_and_variables_reach_the_template(info):
     text, warnings = prompt_of(info(PRINTS), {"chat_template_kwargs": {"reasoning_efort": "low"}})
     assert (text, len(warnings)) == ("hi", 1)
     assert "chat_template_kwargs.reasoning_efort" in warnings[0]
+
+
+BUDGETS = [
+    {"thinking": {"type": "enabled", "budget_tokens": 9}}, {"thinking": {"budget_tokens": 9}},
+    {"reasoning": {"max_tokens": 9}}, *({name: 9} for name in thinking.BUDGETS),
+    {"chat_template_kwargs": {"thinking_budget": 9}}, {"chat_template_kwargs": {"reasoning_budget": 9}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("template", [*TEMPLATES, *NO_SWITCH])
+def test_a_budget_for_reasoning_is_named_unless_the_template_reads_it(info, template):
+    used = info({**TEMPLATES, **NO_SWITCH}[template], {"reasoning_effort": "high"} if template == "strict" else None)
+    for body in BUDGETS:
+        outer, value = next(iter(body.items()))
+        name = next((n for n in value if n != "type"), "") if isinstance(value, dict) else outer
+        passed = outer == "chat_template_kwargs" and name == template
+        warnings = [each for each in prompt_of(used, body)[1] if name in each]
+        assert len(warnings) == (0 if passed else 1), body
+        for other in (-1, None):
+            unlimited = {outer: {**value, name: other} if isinstance(value, dict) else other}
+            assert not any(name in each for each in prompt_of(used, unlimited)[1]), unlimited
+    for wrong in ({"thinking_budget": -2}, {"thinking": {"budget_tokens": 2**40}}, {"max_thinking_tokens": "9"}):
+        with pytest.raises(Refused, match=r"budget|max_thinking"):
+            prompt_of(used, wrong)
+
+
+@pytest.mark.parametrize("api", ["chat", "responses", "messages"])
+def test_a_budget_is_in_the_header(served, api):
+    assert "budget_tokens=9" in post(served, api, thinking={"type": "enabled", "budget_tokens": 9}).headers[WARNING]
+    assert "thinking_budget=9" in post(served, api, thinking_budget=9).headers[WARNING]
 
 
 @pytest.mark.parametrize(
@@ -288,7 +318,7 @@ def test_a_picture_of_a_tool_becomes_text_and_one_of_a_user_is_refused(served, a
 
 
 def test_the_table_is_the_only_list():
-    assert set(TREATMENTS) == {"h", "i", "r", "-"}
+    assert set(TREATMENTS) == {"h", "i", "w", "r", "-"}
     for name, field in FIELDS.items():
         assert len(field.letters) == len(APIS), name
         assert set(field.letters) <= set(TREATMENTS), name
