@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
+from ..checkpoint.chat_template import parts_with_pictures
 from ..decoding.stats import Stats
 from ..decoding.summary import paused
 from .answer import Part, calls_of, text_of
@@ -24,6 +25,7 @@ from .structured import Output, constraint_of
 from .template_probes import renders_tools
 from .template_traits import traits_of
 from .thinking import switch_of
+from .tool_calls.schema import dumps
 from .tool_calls.table import GENERIC
 from .tool_choice import ToolChoice, call_output
 
@@ -216,6 +218,10 @@ def chat_decode_requests(
     how, tools = end_of_prompt(body, messages), choice.offered
     output = call_output(info, choice, output, warnings)
     prompt = prompt_of(info, messages, tools, template, turns=info.turns, **how)
+    if refused := len(parts_with_pictures(messages)) - len(prompt.pictures):
+        warnings.append(
+            f"messages: {refused} pictures were replaced by lines of text: the chat template refuses them"
+        )
     prints, generic = renders_tools(info.tokenizer, template) if tools else True, info.tool_format is GENERIC
     if not prints and generic:
         warnings.append(
@@ -308,5 +314,9 @@ def message_of(role: str, content: Content | None, reasoning: str, calls: list[d
 
 
 def function_call(name: Any, function: Any, arguments: Any) -> dict[str, Any]:
-    """Return a tool call in OpenAI's form. name: its id. function: the function's name. arguments: kept as given."""
-    return {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
+    """Return a tool call in OpenAI's form, whose arguments are a text or an object; any other value becomes its JSON.
+
+    name: its id. function: the function's name.
+    """
+    given = {} if arguments is None else arguments if isinstance(arguments, str | dict) else dumps(arguments)
+    return {"id": name, "type": "function", "function": {"name": function, "arguments": given}}

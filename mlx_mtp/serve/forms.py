@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 from .tool_calls.schema import dumps, types_of
 
 Message = dict[str, Any]
-# Of a message: a text or, with pictures, parts: {"type": "text", "text": ...}, {"type": "image", "picture": ...}.
+# Of a message: a text or, with pictures, parts: {"type": "text", "text": ...}, {"type": "image", "picture": ...}; an
+# earlier message's picture also has "line", a text that can replace it.
 Content = str | list[dict[str, Any]]
 
 
@@ -15,6 +16,10 @@ class Conversation(NamedTuple):
 
     messages: list[Message]
     tools: list[Any] | None
+
+
+class Line(str):
+    """A text that stands on lines of its own: `joined_contents` puts it between line breaks."""
 
 
 Change = Callable[[Conversation], Conversation]
@@ -54,16 +59,25 @@ def joined(messages: list[Message], role: str) -> list[Message]:
 def joined_contents(contents: Iterable[Content | dict[str, Any]], space: str = "") -> Content:
     """Return contents and parts of contents, in their order, as one content: a text if no picture is among them.
 
-    space: put between adjacent texts. Without contents: "".
+    space: put between adjacent texts; next to a `Line` it is a line break. Without contents: "".
     """
     found: list[dict[str, Any]] = []
     for content in contents:
         for part in _parts(content):
             if part["type"] == "text" and found and found[-1]["type"] == "text":
-                found[-1] = {"type": "text", "text": found[-1]["text"] + space + part["text"]}
+                found[-1] = {"type": "text", "text": _joined_texts(found[-1]["text"], part["text"], space)}
             else:
                 found.append(part)
-    return found if has_picture(found) else "".join(part["text"] for part in found)
+    return found if has_picture(found) else found[0]["text"] if found else ""
+
+
+def _joined_texts(text: str, more: str, space: str) -> str:
+    """Return two texts as one, which is a `Line` if the second one is."""
+    if not text or not more:
+        return text or more
+    if isinstance(text, Line) or isinstance(more, Line):
+        space = "" if text.endswith("\n") or more.startswith("\n") else "\n"
+    return type(more)(text + space + more)
 
 
 def _parts(content: Content | dict[str, Any]) -> list[dict[str, Any]]:
@@ -124,6 +138,21 @@ def _typed(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
 def _with_a_list_of_tools(conversation: Conversation) -> Conversation:
     """Replace absent tools by an empty list."""
     return conversation._replace(tools=conversation.tools or [])
+
+
+def _with_earlier_pictures_as_text(conversation: Conversation) -> Conversation:
+    """Replace each picture that has a "line", one of an earlier message, by that text."""
+    messages = [
+        {**message, "content": joined_contents(map(_picture_as_text, content))}
+        if isinstance(content := message.get("content"), list)
+        else message
+        for message in conversation.messages
+    ]
+    return conversation._replace(messages=messages)
+
+
+def _picture_as_text(part: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "text", "text": part["line"]} if "line" in part else part
 
 
 def _with_one_system_turn(conversation: Conversation) -> Conversation:
@@ -228,10 +257,12 @@ def _call_as_text(call: dict[str, Any]) -> str:
     return f'<tool_call>\n{{"name": {dumps(name)}, "arguments": {written}}}\n</tool_call>'
 
 
-# Each returns a changed copy of a conversation; those that alter a prompt least come first.
+# Each returns a changed copy of a conversation; those that alter a prompt least come first, but for the pictures,
+# since some of the others change only messages without any.
 CHANGES: tuple[Change, ...] = (
     _with_a_list_of_tools,
     _with_tools_described,
+    _with_earlier_pictures_as_text,
     _with_one_system_turn,
     _with_one_call_a_turn,
     with_calls_after_content,

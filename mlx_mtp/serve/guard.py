@@ -110,8 +110,8 @@ class Guard:
 async def read_body(request: Request, limit: int) -> dict[str, Any]:
     """Return the JSON object in a request's body.
 
-    Raises Refused for more than `limit` bytes (413), other content, nesting deeper than DEPTH, text that is not valid
-    Unicode, and numbers with a fraction or an exponent that overflow float64.
+    Raises Refused for more than `limit` bytes (413), other content, nesting deeper than DEPTH and, except in the
+    conversation, for text that is not valid Unicode and numbers with a fraction or an exponent that overflow float64.
     """
     chunks, size = [], 0
     async for chunk in request.stream():
@@ -127,7 +127,8 @@ async def read_body(request: Request, limit: int) -> dict[str, Any]:
         raise Refused("the body is not a JSON object")
     _check_depth(body)
     for name, value in body.items():
-        _check_text(name, value)
+        if name not in ("messages", "input") or not isinstance(value, list):  # which `entries_of` checks
+            _check_text(name, value)
     return body
 
 
