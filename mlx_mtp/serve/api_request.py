@@ -13,13 +13,13 @@ from ..decoding.summary import paused
 from .answer import Part, calls_of, text_of
 from .continued import finished, is_begun
 from .field_table import check_fields
-from .fields import MOST_CHOICES, ModelInfo, Refused, boolean, integer
+from .fields import MOST_CHOICES, ModelInfo, Refused, boolean, check_characters, integer
 from .forms import Content, Message
 from .frames import ends_in_reasoning
 from .generic_calls import with_tools
 from .job import Begun, DecodeRequest, End, Failed, Prefilled
 from .prompts import Prompt, encode_chat
-from .sampling_fields import decode_requests
+from .sampling_fields import decode_requests, refusing_long
 from .structured import Output, constraint_of
 from .template_probes import renders_tools
 from .template_traits import traits_of
@@ -215,7 +215,8 @@ def chat_decode_requests(
     """
     how, tools = end_of_prompt(body, messages), choice.offered
     output = call_output(info, choice, output, warnings)
-    prompt = prompt_of(info, messages, tools, template, turns=info.turns, **how)
+    with refusing_long(info, body):
+        prompt = prompt_of(info, messages, tools, template, turns=info.turns, **how)
     prints, generic = renders_tools(info.tokenizer, template) if tools else True, info.tool_format is GENERIC
     if not prints and generic:
         warnings.append(
@@ -269,9 +270,10 @@ def prompt_of(
             "messages: the conversation is empty; it needs at least one message (`input` in /v1/responses)",
             param="messages",
         )
+    check_characters([messages, tools], "messages")
     messages, tools = with_tools(info, messages, tools, template)
     try:
-        return encode_chat(info.tokenizer, info.marks, messages, tools, template, **how)
+        return encode_chat(info.tokenizer, info.marks, messages, tools, template, positions=info.positions, **how)
     except ValueError as e:
         raise Refused(str(e), param="messages") from e
 

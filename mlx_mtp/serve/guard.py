@@ -1,8 +1,7 @@
-"""Reject requests by API key, Host, Origin, content type, size and nesting of the body."""
+"""Reject requests by API key, Host, Origin, and form of the body."""
 
 import hmac
 import ipaddress
-import json
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,7 +12,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .fields import Refused
 
-DEPTH = 64  # maximum nesting of a JSON body
 UNTYPED = "/api/"  # clients of this API may send another content type, such as curl's default, or none
 OPEN = ("/", "/health")  # paths that need no key; nor do the page's files
 
@@ -105,48 +103,3 @@ class Guard:
             except Refused as e:
                 return await self.refused(Request(scope), e)(scope, receive, send)
         return await self.app(scope, receive, send)
-
-
-async def read_body(request: Request, limit: int) -> dict[str, Any]:
-    """Return the JSON object in a request's body.
-
-    Raises Refused for more than `limit` bytes (413), other content, nesting deeper than DEPTH, text that is not valid
-    Unicode, and numbers with a fraction or an exponent that overflow float64.
-    """
-    chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit:
-            raise Refused(f"the body is larger than {limit} bytes; --max-body raises this", status=413)
-        chunks.append(chunk)
-    try:
-        body = json.loads(b"".join(chunks), parse_constant=_no_constant)
-    except (ValueError, RecursionError) as e:
-        raise Refused(f"the body cannot be read as JSON: {str(e)[:200]}") from None
-    if not isinstance(body, dict):
-        raise Refused("the body is not a JSON object")
-    _check_depth(body)
-    for name, value in body.items():
-        _check_text(name, value)
-    return body
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _check_text(name: str, value: Any) -> None:
-    """Raise Refused for a field that a response cannot repeat: with lone surrogates, or an infinite number."""
-    try:
-        json.dumps({name: value}, ensure_ascii=False, allow_nan=False).encode()
-    except ValueError:
-        raise Refused(f"{ascii(name)[:80]}: allowed are valid Unicode and finite numbers") from None
-
-
-def _check_depth(value: Any, left: int = DEPTH) -> None:
-    if not isinstance(value, (dict, list)):
-        return
-    if not left:
-        raise Refused(f"the body is nested deeper than {DEPTH} levels")
-    for each in value.values() if isinstance(value, dict) else value:
-        _check_depth(each, left - 1)

@@ -25,7 +25,7 @@ from .history import parsed
 from .job import Begun, End, Failed
 from .output_format import output_of
 from .request_pictures import RequestPictures
-from .sampling_fields import most_tokens
+from .sampling_fields import most_tokens, refusing_long
 from .thinking import template_of
 from .tool_choice import ToolChoice, anthropic_choice
 
@@ -150,7 +150,8 @@ def count_tokens(body: dict[str, Any], info: ModelInfo) -> tuple[dict[str, int],
     pictures = RequestPictures(info)
     messages, template = conversation_of(body, warnings, pictures), template_of(body, info, warnings)
     pictures.count()
-    prompt = prompt_of(info, messages, tools, template, turns=False, **end_of_prompt(body, messages))
+    with refusing_long(info, body):
+        prompt = prompt_of(info, messages, tools, template, turns=False, **end_of_prompt(body, messages))
     return {"input_tokens": len(prompt.tokens)}, warnings
 
 
