@@ -27,7 +27,7 @@ from .chat import ChatRequest
 from .completions import CompletionRequest
 from .failures import dropped, printable
 from .fields import Refused
-from .guard import Guard, RootPath
+from .guard import SAFE_HEADERS, Guard, RootPath, SafeHeaders
 from .job import LOST, Begun, End, Event, Failed, Job, Prefilled
 from .limits import QueueFull
 from .listing import health, model, models
@@ -55,7 +55,7 @@ FULL = "the queue is full or the server is ending; try again later"
 PAGE = Path(__file__).parent / "page"
 POLICY = (
     "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:; form-action 'none'; "
-    "base-uri 'none'"
+    "base-uri 'none'; frame-ancestors 'none'"
 )
 
 
@@ -82,6 +82,7 @@ def application(service: Service, root: str = "") -> Starlette:
             Mount("/page", StaticFiles(directory=PAGE)),
         ],
         middleware=[
+            Middleware(SafeHeaders),
             Middleware(RootPath, root=root),
             Middleware(CORSMiddleware, allow_origins=service.rules.origins, expose_headers=[WARNING], **cors),
             Middleware(Guard, rules=service.rules, refused=refused),
@@ -106,7 +107,8 @@ def _error(
         body = anthropic_error(status, message)
     else:
         body = ollama_error(message) if path.startswith("/api/") else openai_error(status, message, param, code)
-    return JSONResponse(body, status, {"retry-after": "1"} if status == 503 else {})
+    headers = {**SAFE_HEADERS, **({"retry-after": "1"} if status == 503 else {})}
+    return JSONResponse(body, status, headers)
 
 
 def _http_error(request: Request, error: HTTPException) -> Response:
