@@ -10,9 +10,9 @@ from typing import Any
 
 from .documents import DOCUMENTS, document_parts
 from .fields import ModelInfo
-from .forms import Content, Line, Message, joined_contents
+from .forms import OLD_PICTURE, Content, Line, Message, joined_contents
 from .places import Place
-from .request_pictures import RequestPictures
+from .request_pictures import TOO_LONG, TOO_MANY, RequestPictures
 from .tool_calls.schema import dumps
 
 TEXTS = ("text", "input_text", "output_text", "refusal")
@@ -114,8 +114,9 @@ class Contents:
         count: of pictures only the header is read. Raises Refused as `RequestPictures.open` or `count`.
         """
         for source, why in self.pictures.count() if count else self.pictures.open():
+            line = self.line("a picture", why, source.place)
             source.part.clear()
-            source.part.update(type="text", text=self.line("a picture", why, source.place))
+            source.part.update(type="text", text=OLD_PICTURE if why in (TOO_MANY, TOO_LONG) else line)
         for problem, paths in self._notes.items():
             more = f" and {len(paths) - MOST_PLACES} more" if len(paths) > MOST_PLACES else ""
             self._warnings.append(f"{', '.join(paths[:MOST_PLACES])}{more}: {problem}")
@@ -128,10 +129,7 @@ class Contents:
         ]
 
     def _picture(self, part: dict[str, Any], place: Place, sees: bool) -> str | dict[str, Any]:
-        """Return the part for a picture, or a line of text in its place.
-
-        The part of an earlier message has a "line", which replaces the picture if the chat template refuses it.
-        """
+        """Return the part for a picture, or a line of text in its place."""
         what, number = f"a picture ({part['type']})" if place.new else "a picture", self.pictures.number
         if not sees:
             return self.line(what, "allowed is text", place)
@@ -143,7 +141,7 @@ class Contents:
         except ValueError as e:
             return self.line(f"picture {number}" if place.new else what, str(e), place)
         if not place.new:
-            found["line"] = self._line(what, "the chat template refuses it")
+            found["past"] = True
         return found
 
     def _unread(self, part: Any, place: Place, sees: bool) -> Line:

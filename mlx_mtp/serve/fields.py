@@ -1,6 +1,6 @@
 """Read and check the values of request fields; an error names the field and the allowed values."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from .tool_calls.call_format import CallFormat
 
 LATEST = ":latest"  # Ollama's tag of a model without one
 MOST_CHOICES, MOST_STOPS, MOST_TOP = 16, 64, 20
+MOST_CHARACTERS = 8 * 10**6  # of a prompt, or of messages and tools together
 MAX_MESSAGE = 1000  # characters of an error message, which may quote the request
 
 
@@ -178,3 +179,23 @@ def stops(body: dict[str, Any], name: str) -> tuple[str, ...]:
 def _are_stops(value: Any) -> bool:
     found = [value] if isinstance(value, str) else value or []
     return isinstance(found, list) and len(found) <= MOST_STOPS and all(isinstance(s, str) and s for s in found)
+
+
+def check_characters(value: Any, name: str) -> None:
+    """Raise Refused if the strings in a JSON value have more than MOST_CHARACTERS together. name: of the field."""
+    if (total := sum(map(len, strings_in(value)))) > MOST_CHARACTERS:
+        message = f"{name}: {total:,} characters; allowed are {MOST_CHARACTERS:,}"
+        raise Refused(message, code="context_length_exceeded", param=name)
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """Yield all strings in a JSON value, with the names of objects' members."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from value
+        for each in value.values():
+            yield from strings_in(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from strings_in(each)

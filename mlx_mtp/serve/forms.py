@@ -1,13 +1,14 @@
 """List equivalent forms of a conversation, for chat templates that refuse its original form."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from .tool_calls.schema import dumps, types_of
 
 Message = dict[str, Any]
-# Of a message: a text or, with pictures, parts: {"type": "text", "text": ...}, {"type": "image", "picture": ...}; an
-# earlier message's picture also has "line", a text that can replace it.
+# Of a message: a text or, with pictures, parts: {"type": "text", "text": ...}, {"type": "image", "picture": ...}; a
+# picture of an earlier message also has "past": True.
 Content = str | list[dict[str, Any]]
 
 
@@ -21,6 +22,9 @@ class Conversation(NamedTuple):
 class Line(str):
     """A text that stands on lines of its own: `joined_contents` puts it between line breaks."""
 
+
+OLD_PICTURE = Line("[old picture]")  # short, since it may stand in a prompt many times
+REFUSED_PICTURE = Line("[A picture was left out: the chat template refuses it.]")
 
 Change = Callable[[Conversation], Conversation]
 
@@ -141,18 +145,28 @@ def _with_a_list_of_tools(conversation: Conversation) -> Conversation:
 
 
 def _with_earlier_pictures_as_text(conversation: Conversation) -> Conversation:
-    """Replace each picture that has a "line", one of an earlier message, by that text."""
-    messages = [
-        {**message, "content": joined_contents(map(_picture_as_text, content))}
+    """Replace all pictures of earlier messages by a line of text."""
+    return conversation._replace(messages=without_oldest_pictures(conversation.messages, line=REFUSED_PICTURE))
+
+
+def without_oldest_pictures(
+    messages: list[Message], count: int | None = None, line: Line = OLD_PICTURE
+) -> list[Message]:
+    """Return messages in which a line of text replaces the first pictures of earlier messages, at most `count`."""
+    oldest = itertools.islice(past_pictures(messages), count)
+    replaced = {id(part): {"type": "text", "text": line} for part in oldest}
+    return [
+        {**message, "content": joined_contents(replaced.get(id(part), part) for part in content)}
         if isinstance(content := message.get("content"), list)
         else message
-        for message in conversation.messages
+        for message in messages
     ]
-    return conversation._replace(messages=messages)
 
 
-def _picture_as_text(part: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "text", "text": part["line"]} if "line" in part else part
+def past_pictures(messages: list[Message]) -> Iterator[dict[str, Any]]:
+    """Yield the parts of all pictures of earlier messages, the oldest first."""
+    contents = [content for message in messages if isinstance(content := message.get("content"), list)]
+    return (part for content in contents for part in content if part.get("past"))
 
 
 def _with_one_system_turn(conversation: Conversation) -> Conversation:

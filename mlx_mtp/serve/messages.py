@@ -11,10 +11,10 @@ from .api_request import (
     data,
     end_of_prompt,
     figures,
+    fitting_prompt,
     function_call,
     message_of,
     new_id,
-    prompt_of,
 )  # fmt: skip
 from .chat import functions_of, strict_names
 from .chat_messages import role_of
@@ -149,8 +149,8 @@ def count_tokens(body: dict[str, Any], info: ModelInfo) -> tuple[dict[str, int],
     warnings = check_fields("messages", body)
     tools = _choice(body, warnings).offered
     messages = conversation_of(body, Contents(info, warnings), count=True)
-    template = template_of(body, info, warnings)
-    prompt = prompt_of(info, messages, tools, template, turns=False, **end_of_prompt(body, messages))
+    template, how = template_of(body, info, warnings), end_of_prompt(body, messages)
+    _, prompt = fitting_prompt(info, body, messages, tools, template, warnings, turns=False, **how)
     return {"input_tokens": len(prompt.tokens)}, warnings
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
 
-from ..generate import encoded
 from .answer import Part, TextPart, ToolCall, calls_of, text_of
 from .api_request import Answer, ApiRequest, chat_decode_requests
 from .chat import functions_of
@@ -18,8 +17,7 @@ from .history import parsed
 from .job import Begun, DecodeRequest, End, Failed
 from .ollama_fields import as_openai, chat_messages, generate_messages, idle_seconds, most_predicted
 from .output_format import output_of
-from .prompts import Prompt
-from .sampling_fields import decode_requests
+from .sampling_fields import decode_requests, text_prompt
 from .structured import constraint_of
 from .thinking import template_of
 from .tool_choice import openai_choice
@@ -179,7 +177,7 @@ class OllamaGenerate(OllamaRequest):
         if output:
             more["grammar"] = constraint_of(info, output)
         given = {**given, "prompt": prompt}
-        tokens = Prompt(encoded(info.tokenizer, prompt))
+        tokens = text_prompt(info, prompt, given)
         return decode_requests(info, tokens, given, most=most_predicted(body), stops=stops(given, "stop"), **more)
 
     def piece(self, part: Part) -> dict[str, Any]:

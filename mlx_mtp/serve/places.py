@@ -1,14 +1,17 @@
 """Name places in a request, and find the newest message of the user: only what it adds is refused."""
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .fields import Refused, field_of
+from .fields import Refused, field_of, strings_in
 
 # What an entry of a conversation is: of the user; an answer; an answer with calls of tools; nothing that is known; or
 # anything else, such as a tool result or a system prompt.
 USER, ANSWER, CALL, UNKNOWN, OTHER = "user", "answer", "call", "unknown", "other"
+
+SURROGATES = re.compile("[\ud800-\udfff]")  # in Python's texts always lone ones
 
 
 class Place(NamedTuple):
@@ -65,11 +68,8 @@ def newest_of(sides: list[str]) -> int | None:
 
 
 def _encodable(entry: Any, place: Place) -> Any:
-    written = json.dumps(entry, ensure_ascii=False)
-    try:
-        written.encode()
-    except UnicodeEncodeError:
-        if place.new:
-            raise place.refused("allowed is valid Unicode") from None
-        return json.loads(written.encode("utf-8", "replace"))
-    return entry
+    if not any(SURROGATES.search(text) for text in strings_in(entry) if not text.isascii()):
+        return entry
+    if place.new:
+        raise place.refused("allowed is valid Unicode")
+    return json.loads(json.dumps(entry, ensure_ascii=False).encode("utf-8", "replace"))
