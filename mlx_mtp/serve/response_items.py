@@ -8,6 +8,7 @@ from .contents import ENCRYPTED, Contents, kind_of
 from .fields import text
 from .forms import Message, joined
 from .places import ANSWER, CALL, OTHER, UNKNOWN, Place, entries_of
+from .tool_calls.schema import dumps
 
 # Types of items that are calls: the function's name, None if the item states it, and the key of the arguments.
 CALLS = {
@@ -63,7 +64,8 @@ def _message(item: Any, place: Place, contents: Contents) -> Message:
     if kind == "message":
         return message_of_chat(item, place, contents)
     if isinstance(kind, str) and kind in OUTPUTS:
-        output = contents.result(item.get("output", item.get("tools")), place.at("output"))
+        given = dumps(item.get("tools")) if kind == "tool_search_output" else item.get("output")
+        output = contents.result(given, place.at("output"))
         return {"role": "tool", "tool_call_id": contents.word(item, "call_id", place), "content": output}
     found: Message = {"role": "assistant", "content": ""}
     if kind == "reasoning":
