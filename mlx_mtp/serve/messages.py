@@ -63,6 +63,8 @@ class MessagesRequest(ApiRequest):
         yield data({"type": "message_start", "message": head})
 
     def part(self, choice: int, part: Part) -> Iterable[str]:
+        if not isinstance(part, ToolCall) and not part.text:
+            return
         block = self._block(part)
         kind = block["type"]
         if isinstance(part, ToolCall) or kind != self._open:
