@@ -23,7 +23,7 @@ def messages_of(body: dict[str, Any], contents: Contents) -> list[Message]:
 
 
 def side_of(message: Any) -> str:
-    """Return which of the constants of `places` a message is."""
+    """Return the constant of `places` for a message."""
     found = SIDES.get(NAMES.get(str(message.get("role")), ""), UNKNOWN) if isinstance(message, dict) else UNKNOWN
     return CALL if found == ANSWER and (message.get("tool_calls") or message.get("function_call")) else found
 
@@ -69,7 +69,7 @@ def _content(message: dict[str, Any], role: str, place: Place, contents: Content
     parts = [
         {"type": "image", "source": {"type": "base64", "data": data}} for data in contents.blocks(images or [], at)
     ]
-    found = [each for i, part in enumerate(parts) for each in contents.part(part, at.at(i), sees)]
+    found: list[Any] = [each for i, part in enumerate(parts) for each in contents.part(part, at.at(i), sees)]
     found.append(read(message.get("content"), place.at("content")))
     if not sees and isinstance(refusal := message.get("refusal"), str):
         found.append(refusal)

@@ -1,7 +1,7 @@
 """Read the contents of messages: what is not read is refused in the newest message, and a line of text elsewhere.
 
 Clients send the whole conversation with every request, so a part that is refused wherever it stands would end a
-session. `Place.new` states which of the two applies.
+session. `Place.new` states whether a place is in the newest message.
 """
 
 import reprlib
@@ -23,7 +23,7 @@ MOST_SHOWN = 300  # characters of a part that its line of text shows
 MOST_PLACES = 3  # named by one warning
 # Keys of a part that its line does not show: nothing in them is meant for a model.
 HIDDEN = ("type", "id", "status", "signature", "encrypted_content", "cache_control")
-# Written as in Python's strings: a template may split an answer at marks such as </think>.
+# Escaped as in Python's strings, since templates split answers at marks of reasoning.
 MARKS = str.maketrans({"<": "\\x3c", ">": "\\x3e"})
 
 

@@ -154,7 +154,7 @@ def without_oldest_pictures(
 ) -> list[Message]:
     """Return messages in which a line of text replaces the first pictures of earlier messages, at most `count`."""
     oldest = itertools.islice(past_pictures(messages), count)
-    replaced = {id(part): {"type": "text", "text": line} for part in oldest}
+    replaced: dict[int, dict[str, Any]] = {id(part): {"type": "text", "text": line} for part in oldest}
     return [
         {**message, "content": joined_contents(replaced.get(id(part), part) for part in content)}
         if isinstance(content := message.get("content"), list)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from .fields import Refused, field_of, strings_in
 
-# What an entry of a conversation is: of the user; an answer; an answer with calls of tools; nothing that is known; or
+# What an entry of a conversation is: of the user; an answer; an answer with tool calls; nothing that is known; or
 # anything else, such as a tool result or a system prompt.
 USER, ANSWER, CALL, UNKNOWN, OTHER = "user", "answer", "call", "unknown", "other"
 

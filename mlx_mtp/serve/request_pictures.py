@@ -95,8 +95,11 @@ class RequestPictures:
 
     def _files(self) -> list[tuple[Source, bytes]]:
         """Return the files of the pictures that are read, and have a valid header; the oldest of too many are not."""
-        past, over = [source for source in self._sources if not source.place.new], len(self._sources) - MOST_PICTURES
-        self._left = [(source, TOO_MANY) for source in past[: max(0, -(-over // BLOCK) * BLOCK)]]
+        past, excess = (
+            [source for source in self._sources if not source.place.new],
+            len(self._sources) - MOST_PICTURES,
+        )
+        self._left = [(source, TOO_MANY) for source in past[: max(0, -(-excess // BLOCK) * BLOCK)]]
         oldest, until = {source.number for source, _ in self._left}, time.monotonic() + SECONDS
         found = list[tuple[Source, bytes]]()
         for source in self._sources:

@@ -1,9 +1,9 @@
-"""An answer that a token limit cuts says so in every API, whole and as a stream; what was complete before is complete."""
+"""Every API states that a token limit has cut an answer, and in which item, whole and as a stream."""
 
 import json
 
 import pytest
-from templates import OFFERED, OWN, tokenizer_of
+from templates import OWN, tokenizer_of
 
 from mlx_mtp.decoding.stats import Stats
 from mlx_mtp.serve.answer import TextPart, ToolCall

@@ -1,4 +1,4 @@
-"""What was said once ends no session: only the newest message of the user is refused; the past becomes lines."""
+"""Earlier messages never end a session: what is not read in them is a line; in the newest one it is refused."""
 
 import json
 import re
@@ -52,7 +52,7 @@ def past(api, block, role):
 
 
 def lines(text):
-    """The lines of text in place of what was left out."""
+    """The lines of text for what was left out."""
     return re.findall(r"\[[^\n]* was left out: [^\n]*\.\]", text)
 
 

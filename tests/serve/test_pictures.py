@@ -304,6 +304,10 @@ def test_without_a_tower_a_question_is_refused_and_a_result_becomes_a_line(api):
     text, sizes = text_and_sizes(blind, request.requests[0])
     assert (sizes, "[A picture was left out: " + SEEN in text) == ([], True)
     assert any("replaced by a line" in warning for warning in request.warnings)
+    name = "input" if api == "responses" else "messages"  # a session that began with a model that reads pictures
+    request = APIS[api]({name: [*body_of(api, A, "What?")[name], SAID, {"role": "user", "content": "Why?"}]}, blind)
+    assert f"[A picture was left out: {SEEN}.]\nWhat?" in text_and_sizes(blind, request.requests[0])[0]
+    assert request.warnings[0].startswith(f"{name}[0].content[0]: a picture was left out")
 
 
 @pytest.mark.parametrize("role", ["system", "developer"])
