@@ -1,6 +1,7 @@
 """List equivalent forms of a conversation, for chat templates that refuse its original form."""
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from .tool_calls.schema import dumps, types_of
@@ -43,11 +44,9 @@ def changed(conversation: Conversation, changes: Iterable[Change]) -> Conversati
 def joined(messages: list[Message], role: str) -> list[Message]:
     """Return messages in which adjacent ones of this role are merged into one."""
     found: list[Message] = []
-    for message in messages:
-        if found and message["role"] == found[-1]["role"] == role:
-            found[-1] = _merged(found[-1], message)
-        else:
-            found.append(message)
+    for each, group in groupby(messages, lambda message: message["role"]):
+        run = [*group]
+        found += [_merged(run)] if each == role and len(run) > 1 else run
     return found
 
 
@@ -57,12 +56,10 @@ def joined_contents(contents: Iterable[Content | dict[str, Any]], space: str = "
     space: put between adjacent texts. Without contents: "".
     """
     found: list[dict[str, Any]] = []
-    for content in contents:
-        for part in _parts(content):
-            if part["type"] == "text" and found and found[-1]["type"] == "text":
-                found[-1] = {"type": "text", "text": found[-1]["text"] + space + part["text"]}
-            else:
-                found.append(part)
+    parts = (part for content in contents for part in _parts(content))
+    for is_text, group in groupby(parts, lambda part: part["type"] == "text"):
+        run = [*group]
+        found += [{"type": "text", "text": space.join(part["text"] for part in run)}] if is_text else run
     return found if has_picture(found) else "".join(part["text"] for part in found)
 
 
@@ -77,13 +74,15 @@ def has_picture(content: Content | None) -> bool:
     return isinstance(content, list) and any(part["type"] == "image" for part in content)
 
 
-def _merged(message: Message, more: Message) -> Message:
-    """Return one message with contents, reasoning and tool calls of two; for another field of both, `more` counts."""
-    found = {**message, **more}
+def _merged(messages: list[Message]) -> Message:
+    """Return one message with contents, reasoning and tool calls of all; of other fields the last one counts."""
+    found: Message = {}
+    for message in messages:
+        found |= message
     for name, space in (("content", "\n\n"), ("reasoning_content", "\n")):
-        if texts := [each[name] for each in (message, more) if each.get(name)]:
+        if texts := [each[name] for each in messages if each.get(name)]:
             found[name] = joined_contents(texts, space)
-    if calls := [*message.get("tool_calls", ()), *more.get("tool_calls", ())]:
+    if calls := [call for message in messages for call in message.get("tool_calls", ())]:
         found["tool_calls"] = calls
     return found
 
