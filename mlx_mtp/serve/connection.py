@@ -14,6 +14,11 @@ UNREAD_SECONDS = 60.0  # maximum for which a client reads nothing while the send
 MOST_HEAD = 32 * 1024  # bytes of the first line and the headers
 CHUNKS, LEAST_CHUNK = 1000, 64  # from this number of chunks on, their minimum average of bytes
 MOST_PIPELINED = 64 * 1024  # bytes received behind a request that is not answered yet
+REASONS = {
+    400: "the request is not valid HTTP/1.1",
+    408: "the rest of the request did not arrive in time",
+    503: "too many connections are open; try again later",
+}
 
 
 class BoundedParser(h11.Connection):
@@ -95,11 +100,16 @@ class Connection(H11Protocol):
     def refuse(self, status: int) -> None:
         """Close the connection, with a response of this status unless one has begun."""
         self.waiting = None
-        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-            lines = [f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}", "connection: close", "content-length: 0"]
-            lines += [f"{name}: {value}" for name, value in SAFE_HEADERS.items()]
-            self.transport.write("".join(f"{line}\r\n" for line in [*lines, ""]).encode())
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            text = REASONS[status] + "\n"
+            headers = {"connection": "close", "content-type": "text/plain", "content-length": str(len(text))}
+            lines = [f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}"]
+            lines += [f"{name}: {value}" for name, value in (headers | SAFE_HEADERS).items()]
+            self.transport.write("\r\n".join([*lines, "", text]).encode())
         self.transport.close()
+
+    def _should_upgrade(self) -> bool:
+        return False
 
     def send_400_response(self, msg: str) -> None:
         self.refuse(400)

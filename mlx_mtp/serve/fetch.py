@@ -25,6 +25,9 @@ REFUSED = [
         "64:ff9b:1::/48",  # local NAT64
         "2001::/32",  # Teredo
         "fec0::/10",  # site-local
+        "3fff::/20",  # documentation
+        "5f00::/16",  # segment routing
+        "192.88.99.0/24",  # 6to4 relays
     )
 ]
 

@@ -187,8 +187,9 @@ def check_fields(api: str, body: dict[str, Any]) -> list[str]:
     _check_number(body, "the body")
     for name, value in body.items():
         _check(api, name, value, name, warnings)
-        if name in PARENTS and isinstance(value, dict):
+        if isinstance(value, dict) and name != "logit_bias":
             _check_number(value, name)
+        if name in PARENTS and isinstance(value, dict):
             for inner, each in value.items():
                 _check(api, f"{name}.{inner}", each, name, warnings)
     return warnings

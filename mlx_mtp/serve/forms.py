@@ -1,7 +1,7 @@
 """List equivalent forms of a conversation, for chat templates that refuse its original form."""
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 from .tool_calls.schema import dumps, types_of
@@ -52,11 +52,9 @@ def changed(conversation: Conversation, changes: Iterable[Change]) -> Conversati
 def joined(messages: list[Message], role: str) -> list[Message]:
     """Return messages in which adjacent ones of this role are merged into one."""
     found: list[Message] = []
-    for message in messages:
-        if found and message["role"] == found[-1]["role"] == role:
-            found[-1] = _merged(found[-1], message)
-        else:
-            found.append(message)
+    for each, group in groupby(messages, lambda message: message["role"]):
+        run = [*group]
+        found += [_merged(run)] if each == role and len(run) > 1 else run
     return found
 
 
@@ -66,22 +64,24 @@ def joined_contents(contents: Iterable[Content | dict[str, Any]], space: str = "
     space: put between adjacent texts; next to a `Line` it is a line break. Without contents: "".
     """
     found: list[dict[str, Any]] = []
-    for content in contents:
-        for part in _parts(content):
-            if part["type"] == "text" and found and found[-1]["type"] == "text":
-                found[-1] = {"type": "text", "text": _joined_texts(found[-1]["text"], part["text"], space)}
-            else:
-                found.append(part)
+    parts = (part for content in contents for part in _parts(content))
+    for is_text, group in groupby(parts, lambda part: part["type"] == "text"):
+        run = [*group]
+        found += [{"type": "text", "text": _joined_texts((part["text"] for part in run), space)}] if is_text else run
     return found if has_picture(found) else found[0]["text"] if found else ""
 
 
-def _joined_texts(text: str, more: str, space: str) -> str:
-    """Return two texts as one, which is a `Line` if the second one is."""
-    if not text or not more:
-        return text or more
-    if isinstance(text, Line) or isinstance(more, Line):
-        space = "" if text.endswith("\n") or more.startswith("\n") else "\n"
-    return type(more)(text + space + more)
+def _joined_texts(texts: Iterable[str], space: str) -> str:
+    """Return texts as one, which is a `Line` if the last one is. space: as in `joined_contents`."""
+    found, last = list[str](), ""
+    for text in texts:
+        if isinstance(last, Line) or isinstance(text, Line):
+            found.append("\n" if last and text and not last.endswith("\n") and not text.startswith("\n") else "")
+        elif found:
+            found.append(space)
+        found.append(text)
+        last = text or last
+    return type(last)("".join(found))
 
 
 def _parts(content: Content | dict[str, Any]) -> list[dict[str, Any]]:
@@ -95,13 +95,15 @@ def has_picture(content: Content | None) -> bool:
     return isinstance(content, list) and any(part["type"] == "image" for part in content)
 
 
-def _merged(message: Message, more: Message) -> Message:
-    """Return one message with contents, reasoning and tool calls of two; for another field of both, `more` counts."""
-    found = {**message, **more}
+def _merged(messages: list[Message]) -> Message:
+    """Return one message with contents, reasoning and tool calls of all; of other fields the last one counts."""
+    found: Message = {}
+    for message in messages:
+        found |= message
     for name, space in (("content", "\n\n"), ("reasoning_content", "\n")):
-        if texts := [each[name] for each in (message, more) if each.get(name)]:
+        if texts := [each[name] for each in messages if each.get(name)]:
             found[name] = joined_contents(texts, space)
-    if calls := [*message.get("tool_calls", ()), *more.get("tool_calls", ())]:
+    if calls := [call for message in messages for call in message.get("tool_calls", ())]:
         found["tool_calls"] = calls
     return found
 
@@ -153,7 +155,7 @@ def without_oldest_pictures(
     messages: list[Message], count: int | None = None, line: Line = OLD_PICTURE
 ) -> list[Message]:
     """Return messages in which a line of text replaces the first pictures of earlier messages, at most `count`."""
-    oldest = itertools.islice(past_pictures(messages), count)
+    oldest = islice(past_pictures(messages), count)
     replaced: dict[int, dict[str, Any]] = {id(part): {"type": "text", "text": line} for part in oldest}
     return [
         {**message, "content": joined_contents(replaced.get(id(part), part) for part in content)}

@@ -59,11 +59,12 @@ class Preparations:
         most: maximum bytes. Raises Refused for a larger body (413), and for a large one without room (503).
         """
         chunks, size, counted = list[bytes](), 0, 0
+        stated = request.headers.get("content-length", "")
         try:
+            _check_size(int(stated) if stated.isdecimal() else 0, most)
             async for chunk in request.stream():
                 size += len(chunk)
-                if size > most:
-                    raise Refused(f"the body is larger than {most} bytes; --max-body raises this", status=413)
+                _check_size(size, most)
                 more = size - counted if size > SMALL else 0
                 if self.bytes + more > MOST_BYTES:
                     raise Refused(BUSY, status=503)
@@ -88,6 +89,11 @@ class Preparations:
             yield Work(request, self._large if size > SMALL else self._small)
         finally:
             self.active -= 1
+
+
+def _check_size(size: int, most: int) -> None:
+    if size > most:
+        raise Refused(f"the body is larger than {most} bytes; --max-body raises this", status=413)
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -221,6 +221,7 @@ def _escaped_message(message: Message, marks: Marks, traits: Traits) -> Message:
 
     In an answer only special tokens are escaped, not, for example, marks of reasoning. Calls are not escaped.
     """
+    check_client()
     pattern = marks.special if message["role"] == "assistant" else marks.every
     kept, renamed = ("role", "tool_calls"), {REASONING_FIELDS[0]: traits.reasoning}
     found = {renamed.get(key, key): each if key in kept else _escaped(each, pattern) for key, each in message.items()}
