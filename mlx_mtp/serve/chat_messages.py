@@ -65,7 +65,7 @@ def _content(message: dict[str, Any], role: str, place: Place, contents: Content
     """Return the content of a message, with its `images` before and the refusal and audio of an answer after it."""
     sees = role != "assistant"
     read = contents.result if role == "tool" else partial(contents.of, sees=sees)
-    at, images = (place.past() if role == "tool" else place).at("images"), message.get("images")
+    at, images = place.at("images"), message.get("images")
     parts = [
         {"type": "image", "source": {"type": "base64", "data": data}} for data in contents.blocks(images or [], at)
     ]

@@ -54,14 +54,11 @@ class Contents:
         return value if isinstance(value, list) else [value]
 
     def result(self, value: Any, place: Place) -> Content:
-        """Return a tool result as `of` returns a content; values that are no parts become their JSON.
-
-        Nothing in it is refused, since no message of the user adds it.
-        """
+        """Return a tool result as `of` returns a content; values that are no parts become their JSON."""
         if value is None or isinstance(value, str):
             return value or ""
         values = value if isinstance(value, list) else [value]
-        return self.of([each if _is_part(each) else Line(dumps(each)) for each in values], place.past())
+        return self.of([each if _is_part(each) else Line(dumps(each)) for each in values], place)
 
     def part(self, part: Any, place: Place, sees: bool = True) -> Iterator[str | dict[str, Any]]:
         """Yield the texts and pictures of a part of any API. sees: as in `of`."""

@@ -131,10 +131,9 @@ class RequestPictures:
         if not source.is_url:
             return from_base64(source.data)
         assert self._info
-        url = source.data.strip()
-        if url[:8].lower().startswith(("http://", "https://")):
-            return fetched(url, self._info.fetch, LIMITS.nbytes, until)
-        return from_data_url(url)
+        if source.data[:8].lower().startswith(("http://", "https://")):
+            return fetched(source.data, self._info.fetch, LIMITS.nbytes, until)
+        return from_data_url(source.data)
 
     def _counted(self, source: Source, file: bytes) -> Picture:
         """Return a `Picture` without digest, of the size that a picture's file states. May raise ValueError."""

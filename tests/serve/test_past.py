@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import seeing
@@ -13,10 +14,11 @@ from templates import OWN, tokenizer_of
 from vendor_items import BLOCKS, DOCUMENTS, READ
 
 from mlx_mtp.serve.chat import ChatRequest
+from mlx_mtp.serve.contents import Contents
 from mlx_mtp.serve.fields import ModelInfo, Refused
 from mlx_mtp.serve.messages import MessagesRequest
 from mlx_mtp.serve.ollama import OllamaChat
-from mlx_mtp.serve.places import ANSWER, CALL, OTHER, UNKNOWN, USER, newest_of
+from mlx_mtp.serve.places import ANSWER, CALL, OTHER, UNKNOWN, USER, Place, newest_of
 from mlx_mtp.serve.prompts import marks_of
 from mlx_mtp.serve.responses import ResponsesRequest
 
@@ -171,6 +173,26 @@ def test_a_line_of_text_contains_no_mark(mark, role):
     assert [t for t in request.requests[0].prompt if t in special] == [
         t for t in plain.requests[0].prompt if t in special
     ]
+
+
+def test_a_line_contains_no_added_token():
+    """Not even one that is not special: in messages of the assistant such tokens are not escaped later."""
+    info = SimpleNamespace(vision=None, marks=SimpleNamespace(every=re.compile("◁/think▷")))
+    line = Contents(info).line("a part", "this type is not read here", Place("messages[0]"), {"a": "x◁/think▷y"})
+    assert r"x\u25c1/think▷y" in line
+
+
+def test_a_line_stands_alone_between_texts():
+    texts = [{"type": "text", "text": text} for text in ("a", "", "b")]
+    entry = {"role": "user", "content": [texts[0], {"type": "x"}, *texts[1:]]}
+    assert re.search(r"user\na\n\[A part [^\n]*\]\nb<", text_of(request_of("chat", [entry, A, LAST])))
+
+
+def test_an_answer_in_audio_is_a_line():
+    answer = {"role": "assistant", "content": None, "audio": {"id": "audio_1", "transcript": "Hello"}}
+    request = request_of("chat", [Q, answer, LAST])
+    assert "Hello" in lines(text_of(request))[0]
+    assert request.warnings[0].startswith("messages[1].audio: ")
 
 
 def test_a_line_is_short_however_large_the_block():
