@@ -158,7 +158,7 @@ def without_oldest_pictures(
     oldest = islice(past_pictures(messages), count)
     replaced: dict[int, dict[str, Any]] = {id(part): {"type": "text", "text": line} for part in oldest}
     return [
-        {**message, "content": joined_contents(replaced.get(id(part), part) for part in content)}
+        {**message, "content": joined_contents([replaced.get(id(part)) or part for part in content])}
         if isinstance(content := message.get("content"), list)
         else message
         for message in messages
