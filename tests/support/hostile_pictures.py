@@ -1,14 +1,13 @@
 """Hostile pictures in requests to a model that reads pictures."""
 
 import io
-import json
 import struct
 import zlib
 from typing import Any
 
 from hostile_bodies import MB, Make
-from hostile_wire import PATHS, Attack, Dice, post
-from picture_requests import base64_of, noise, png, text_of
+from hostile_wire import PATHS, Attack, Dice, asked, post
+from picture_requests import base64_of, noise, png, text_of, url_of
 from PIL import Image
 
 APIS = ("chat", "messages", "responses")
@@ -106,7 +105,7 @@ def moving(d: Dice, kind: str, most: int) -> bytes:
 def damaged(d: Dice) -> bytes:
     """Return a picture of any kind that is cut or has wrong bytes."""
     kind = d.choice(["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF"])
-    data = bytearray(saved(Image.effect_noise((64, 64), 50), kind))
+    data = bytearray(saved(Image.frombytes("L", (64, 64), d.randbytes(64 * 64)), kind))
     for _ in range(d.choice([0, 1, 10, 100])):
         data[d.randrange(len(data))] = d.randrange(256)
     return bytes(data[: d.choice([len(data), d.randrange(len(data)), len(data) // 2])])
@@ -116,6 +115,16 @@ def text_bomb(name: bytes, before: bytes) -> bytes:
     return with_blocks((name, before + zlib.compress(bytes(60 * MB), 9)), each=30)
 
 
+JPEG = saved(Image.new("L", (9, 9)), "JPEG")
+OTHERS = (
+    b"%!PS-Adobe-3.0 EPSF-3.0\n",
+    b"<svg/>",
+    b"8BPS\0\1",
+    b"\0\0\1\0" * 99,
+    b"II*\0" * 99,
+    b"BM" * 99,
+    b"P6 9 9 9 ",
+)
 PICTURES: dict[str, Make] = {
     "PNG bomb": lambda d: file(d, png_of(*d.choice([(30_000, 30_000), (10_000, 10_000), (7000, 7000)]))),
     "PNG of two colours": lambda d: file(d, png_of(d.choice([60_000, 20_000, 7071]), 7000, 1)),
@@ -125,31 +134,24 @@ PICTURES: dict[str, Make] = {
     "PNG with a profile": lambda d: file(d, text_bomb(b"iCCP", b"a\0\0")),
     "PNG of many chunks": lambda d: file(d, with_blocks((b"abCd", b""), each=d.size(MB))),
     "APNG": lambda d: file(d, moving(d, "PNG", 3000)),
-    "GIF": lambda d: file(d, moving(d, "GIF", 20_000), "image/gif"),
+    "GIF": lambda d: file(d, moving(d, "GIF", 5000), "image/gif"),
     "WebP": lambda d: file(d, moving(d, "WEBP", 2000), "image/webp"),
     "large GIF": lambda d: file(d, saved(Image.new("L", (7000, 7000)), "GIF"), "image/gif"),
     "large WebP": lambda d: file(d, saved(Image.new("L", (7000, 7000)), "WEBP", method=0), "image/webp"),
     "large JPEG": lambda d: file(d, saved(Image.new("RGB", (7000, 7000)), "JPEG"), "image/jpeg"),
-    "large progressive JPEG": lambda d: file(d, saved(Image.new("RGB", (7000, 7000)), "JPEG", progressive=True), "image/jpeg"),
+    "large progressive JPEG": lambda d: file(d, saved(Image.new("RGB", (7000, 7000)), "JPEG", progressive=True)),
     "JPEG of many scans": lambda d: file(d, scans(d, d.choice([7000, 3000]), 3000), "image/jpeg"),
-    "JPEG with comments": lambda d: file(
-        d, (data := saved(Image.new("L", (9, 9)), "JPEG"))[:2] + b"\xff\xfe\0\x02" * d.size(MB) + data[2:], "image/jpeg"
-    ),
-    "JPEG with fill bytes": lambda d: file(
-        d, (data := saved(Image.new("L", (9, 9)), "JPEG"))[:2] + b"\xff" * d.size(10 * MB) + data[2:], "image/jpeg"
-    ),
-    "other kinds": lambda d: file(
-        d,
-        d.choice([b"%!PS-Adobe-3.0 EPSF-3.0\n", b"<svg/>", b"8BPS\0\1", b"\0\0\1\0" * 99, b"II*\0" * 99, b"BM" * 99, b"P6 9 9 9 "]),
-    ),
+    "JPEG with comments": lambda d: file(d, JPEG[:2] + b"\xff\xfe\0\x02" * d.size(MB) + JPEG[2:], "image/jpeg"),
+    "JPEG with fill bytes": lambda d: file(d, JPEG[:2] + b"\xff" * d.size(10 * MB) + JPEG[2:], "image/jpeg"),
+    "other kinds": lambda d: file(d, d.choice(OTHERS)),
     "damaged": lambda d: file(d, damaged(d)),
     "more damage": lambda d: file(d, damaged(d)),
-    "damaged base64": lambda d: sent(d, "data:image/png;base64," + base64_of(png())[: d.randrange(30)] + d.choice(["=", "é", "\n", "%"])),
-    "spaces in base64": lambda d: sent(d, "data:image/png;base64," + base64_of(png()) + " " * d.size(20 * MB)),
+    "damaged base64": lambda d: sent(d, url_of(png())[: d.randrange(20, 60)] + d.choice("=é\n%")),
+    "spaces in base64": lambda d: sent(d, url_of(png()) + " " * d.size(20 * MB)),
     "no picture": lambda d: sent(d, "data:image/png;base64," + "A" * d.size(20 * MB)),
     "URL": lambda d: sent(d, d.choice(URLS)),
     "URLs": lambda d: sent(d, *d.sample(URLS, 6)),
-    "thousand": lambda d: sent(d, *["data:image/png;base64," + base64_of(png())] * d.size(1000)),
+    "thousand": lambda d: sent(d, *[url_of(png())] * d.size(1000)),
     "thousand different": lambda d: sent(
         d, *["data:image/png;base64," + base64_of(png(8, 8, i % 256)) for i in range(d.size(1000))]
     ),
@@ -159,6 +161,6 @@ PICTURES: dict[str, Make] = {
     "noise": lambda d: file(d, noise(d.randrange(1 << 30), d.size(2000), d.size(1500))),
     "strange part": lambda d: post(
         PATHS["chat"],
-        json.loads(json.dumps({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": d.choice([{}, [], 1, {"url": 1}])}]}]})),
+        asked("chat", [{"type": "image_url", "image_url": d.choice([{}, [], 1, {"url": 1}])}]),
     ),
 }  # fmt: skip

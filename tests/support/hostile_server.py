@@ -93,11 +93,15 @@ class Server:
         self._folder = tempfile.TemporaryDirectory()
         self.log = Path(self._folder.name, "log")
 
-    def start(self, seconds: float = 120) -> None:
-        """Start the server and wait until it answers; raises RuntimeError with its log if it does not."""
+    @staticmethod
+    def free_port() -> int:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+            return free.getsockname()[1]
+
+    def start(self, seconds: float = 120) -> None:
+        """Start the server and wait until it answers; raises RuntimeError with its log if it does not."""
+        self.port = self.free_port()
         command = [
             sys.executable,
             "-m",
