@@ -1,4 +1,4 @@
-"""Hostile requests harm neither the server nor another client: a few small ones of each kind, in a sweep a thousand."""
+"""Hostile requests harm neither the server nor another client: a few of each kind, in a sweep a thousand."""
 
 import logging
 import os
@@ -14,8 +14,9 @@ from sweep import sweep
 
 from mlx_mtp.serve.server import serve
 
-FEW = 6  # attacks of each kind
+FEW = 5  # attacks of each kind
 SCALE = 0.002  # of their sizes
+POSITIONS = 128  # of the model, so that a prompt which fits costs little
 SECONDS = 0.3  # for which the client of an attack stays connected
 LOGS = ("mlx_mtp.serve", "uvicorn.error", "asyncio")
 
@@ -28,7 +29,7 @@ class Inside(Server):
         for name in LOGS:
             logging.getLogger(name).addHandler(self.handler)
         self.port, self.pid, self.services = self.free_port(), os.getpid(), []
-        settings = served.settings(host="127.0.0.1", port=self.port, grace=60.0)
+        settings = served.settings(host="127.0.0.1", port=self.port, grace=60.0, positions=POSITIONS)
         self.thread = threading.Thread(target=serve, args=(served.demo, settings, self.services.append))
         self.thread.start()
         until = time.monotonic() + seconds
@@ -55,7 +56,7 @@ def honest():
 
 
 def small(kind):
-    """Yield (kind, number, attack) for a few attacks that a server without protection survives, spread over the names."""
+    """Yield (kind, number, attack) for a few attacks of a kind, without those that a server may not survive."""
     numbers = range(0, len(hostile.KINDS[kind]) or FEW, max(1, len(hostile.KINDS[kind]) // FEW))
     for number in numbers:
         given = hostile.attack(kind, number, scale=SCALE)
@@ -72,7 +73,7 @@ def test_small_attacks(honest, kind):
     assert not run.found
 
 
-@pytest.mark.parametrize("kind", hostile.KINDS)
+@pytest.mark.parametrize("kind", ["sockets", "options", "grammars", "histories", "departures"])
 def test_an_attack_can_be_repeated(kind):
     first, second = ([hostile.attack(kind, i, 1, SCALE) for i in range(5)] for _ in range(2))
     assert first == second
