@@ -37,12 +37,13 @@ class Inside(Server):
             assert time.monotonic() < until
             time.sleep(0.05)
 
-    def stop(self) -> None:
+    def stop(self) -> str:
         self.services[0].engine.stop(0)
         self.thread.join()
         for name in LOGS:
             logging.getLogger(name).removeHandler(self.handler)
         self.handler.close()
+        return ""
 
 
 @pytest.fixture(scope="module")

@@ -30,11 +30,11 @@ def block(d: Dice) -> dict[str, Any]:
 
 def past(d: Dice, api: str, content: list[Any], role: str = "user") -> Attack:
     """Return a conversation with blocks in a past message; they must not be refused."""
-    talk = [{"role": "user", "content": "Hello"}, {"role": role, "content": content}]
-    talk += [{"role": "assistant", "content": "Yes."}] if role == "user" else []
+    turns = [{"role": "user", "content": "Hello"}, {"role": role, "content": content}]
+    turns += [{"role": "assistant", "content": "Yes."}] if role == "user" else []
     given = asked(api)
     name = "input" if api == "responses" else "messages"
-    return post(PATHS[api], {**given, name: [*talk, *given[name]]})._replace(answers=(200,))
+    return post(PATHS[api], {**given, name: [*turns, *given[name]]})._replace(answers=(200,))
 
 
 def items(d: Dice) -> Attack:
@@ -51,17 +51,17 @@ def in_result(d: Dice, api: str) -> Attack:
     """Return a conversation with blocks in the result of a past tool call."""
     content, given = [block(d)], asked(api)
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    talk: list[dict[str, Any]] = [
+    turns: list[dict[str, Any]] = [
         {"role": "user", "content": "Hello"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": content},
     ]
     if api == "messages":
         use = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
-        talk[1]["content"] = [use]
-        talk[2] = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": content}]}
-    talk.append({"role": "assistant", "content": "Yes."})
-    return post(PATHS[api], {**given, "messages": [*talk, *given["messages"]]})._replace(answers=(200,))
+        turns[1]["content"] = [use]
+        turns[2] = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": content}]}
+    turns.append({"role": "assistant", "content": "Yes."})
+    return post(PATHS[api], {**given, "messages": [*turns, *given["messages"]]})._replace(answers=(200,))
 
 
 def more_messages(api: str, *messages: Any) -> Attack:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from hostile_server import MB, Peak, Server, is_refusal, seconds_until_idle
+from hostile_server import MB, Load, Peak, Server, is_refusal
 from hostile_wire import PATHS, Attack, Outcome, asked, attempt, post
 
 MEMORY = 300  # maximum megabytes of a request
@@ -134,12 +134,9 @@ class Run:
     def one(self, kind: str, number: int, given: Attack) -> Record:
         """Attack once, and measure what can be attributed to one attack; a late honest answer must be late twice."""
         begun, logged = time.monotonic(), self._log_size()
-        after = 0.0
         with Peak(self.server.pid) as peak:
             outcome = self._attempt(given)
-            if outcome.left and self.timed:
-                with self.honest.turn:
-                    after = seconds_until_idle(self.server.pid, 15.0)
+            after = self._after() if outcome.left and self.timed else 0.0
         faults = [*judged(outcome, given), *self._logged(logged)]
         megabytes = peak.bytes // MB
         faults += [f"{megabytes} MB"] if megabytes > MEMORY * given.copies else []
@@ -187,6 +184,15 @@ class Run:
         except OSError as e:
             return Outcome(None, False, 0.0, str(e))
 
+    def _after(self) -> float:
+        """Return for how long the server still computes, without what the honest client's answer takes meanwhile."""
+        load = Load(self.server.pid)
+        waits = not self.honest.turn.acquire(blocking=False) and self.honest.turn.acquire()
+        try:
+            return max(0.0, load.until_idle(15.0) - (self.honest.median if waits else 0))
+        finally:
+            self.honest.turn.release()
+
     def _late_again(self, given: Attack) -> float:
         """Return how late an honest answer is when an attack is repeated, with a median measured just before."""
         with self.honest.turn:
@@ -210,6 +216,6 @@ class Run:
         if self.server.answers(HUNG):
             return []
         with self.honest.turn:
-            self.server.stop()
+            ended = self.server.stop()
             self.server.start()
-        return ["the server had to be killed"]
+        return [f"the server ended: {ended}" if ended else "the server had to be killed"]

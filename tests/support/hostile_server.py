@@ -133,11 +133,15 @@ class Server:
             return attempt(self.port, post("/", b"")._replace(pieces=((0.0, head),)), seconds).status == 200
         return False
 
-    def stop(self) -> None:
-        if self._process:
-            self._process.kill()
-            self._process.wait()
-        self._process = None
+    def stop(self) -> str:
+        """Kill the server; return its code and the end of its log if it had already ended, else ""."""
+        process, self._process = self._process, None
+        if process is None:
+            return ""
+        code = process.poll()
+        process.kill()
+        process.wait()
+        return "" if code is None else f"code {code}, {self.log.read_text(errors='replace')[-500:]!r}"
 
     def close(self) -> None:
         self.stop()
@@ -148,18 +152,24 @@ def _limit() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (CEILING, CEILING))
 
 
-def seconds_until_idle(pid: int, most: float) -> float:
-    """Return for how long a process still computes, at most `most` seconds; of wall and CPU time the lesser.
+class Load:
+    """The time for which a process computes, from now on."""
 
-    On a busy machine the wall time is long, with several threads the CPU time.
-    """
-    begun, spent = time.monotonic(), cpu(pid)
-    while (wall := time.monotonic() - begun) < most:
-        before = cpu(pid)
-        time.sleep(WINDOW)
-        if (now := cpu(pid)) - before <= IDLE * WINDOW + 1 / TICK:
-            return min(wall, now - spent)
-    return min(wall, cpu(pid) - spent)
+    def __init__(self, pid: int):
+        self.pid, self._begun, self._spent = pid, time.monotonic(), cpu(pid)
+
+    def until_idle(self, most: float) -> float:
+        """Return the seconds until the process is idle, or `most` seconds from this call; of wall and CPU the lesser.
+
+        On a busy machine the wall time is long, with several threads the CPU time.
+        """
+        until = time.monotonic() + most
+        while (now := time.monotonic()) < until:
+            before = cpu(self.pid)
+            time.sleep(WINDOW)
+            if cpu(self.pid) - before <= IDLE * WINDOW + 1 / TICK:
+                return min(now - self._begun, before - self._spent)
+        return min(now - self._begun, cpu(self.pid) - self._spent)
 
 
 def is_refusal(outcome: Outcome) -> bool:

@@ -91,33 +91,33 @@ def attempt(port: int, attack: Attack, patience: float) -> Outcome:
     """Send an attack and return its outcome. patience: seconds after the last piece until the client disconnects."""
     begun, stay = time.monotonic(), patience if attack.leave is None else min(attack.leave, patience)
     connections = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(attack.copies)]
-    talks = [_Talk(connection, attack, stay) for connection in connections]
+    sendings = [_Sending(connection, attack, stay) for connection in connections]
     try:
         with selectors.DefaultSelector() as selector:
-            while any(not talk.ended for talk in talks):
-                _step(selector, talks)
+            while any(not sending.ended for sending in sendings):
+                _step(selector, sendings)
     finally:
         for connection in connections:
             connection.close()
-    found = next((talk for talk in talks if talk.is_failure), talks[0])
-    left = any(talk.left for talk in talks)
+    found = next((sending for sending in sendings if sending.is_failure), sendings[0])
+    left = any(sending.left for sending in sendings)
     return Outcome(found.status, left, time.monotonic() - begun, bytes(found.received).decode("latin-1"))
 
 
-def _step(selector: selectors.BaseSelector, talks: "list[_Talk]") -> None:
+def _step(selector: selectors.BaseSelector, sendings: "list[_Sending]") -> None:
     """Wait up to 50 ms for any of the connections, then advance all."""
-    for talk in talks:
-        events = 0 if talk.ended else talk.events(time.monotonic())
-        if talk.connection in selector.get_map():
-            selector.unregister(talk.connection)
+    for sending in sendings:
+        events = 0 if sending.ended else sending.events(time.monotonic())
+        if sending.connection in selector.get_map():
+            selector.unregister(sending.connection)
         if events:
-            selector.register(talk.connection, events, talk)
+            selector.register(sending.connection, events, sending)
     ready = selector.select(0.05) if selector.get_map() else time.sleep(0.02)
     for key, events in ready or ():
         key.data.advance(events)
 
 
-class _Talk:
+class _Sending:
     """One connection of an attack."""
 
     def __init__(self, connection: socket.socket, attack: Attack, stay: float):
