@@ -141,8 +141,8 @@ class Run:
         megabytes = peak.bytes // MB
         faults += [f"{megabytes} MB"] if megabytes > MEMORY * given.copies else []
         faults += [f"{after:.1f} s of work after the client left"] if after > AFTER else []
-        faults += self._revived()
         late, wrong = self.honest.since(begun)
+        faults += self._revived(harmed=bool(wrong))
         if self.timed and late > LATE and not faults:
             late = min(late, self._late_again(given))
         faults += [f"an honest answer took {late:.1f} times as long"] if self.timed and late > LATE else []
@@ -211,11 +211,14 @@ class Run:
             text = file.read(MB).decode(errors="replace")
         return [f"log: {found[0]} ... {text[-300:]!r}" for found in [LOGGED.search(text)] if found]
 
-    def _revived(self) -> list[str]:
-        """Return a fault if the server does not answer; it is then started again."""
-        if self.server.answers(HUNG):
+    def _revived(self, *, harmed: bool = False) -> list[str]:
+        """Return a fault if the server does not answer; it is then started again, as it is if it is harmed."""
+        lives = self.server.answers(HUNG)
+        if lives and not harmed:
             return []
         with self.honest.turn:
             ended = self.server.stop()
             self.server.start()
+        if lives:
+            return []
         return [f"the server ended: {ended}" if ended else "the server had to be killed"]
