@@ -19,9 +19,8 @@ AFTER = 2.0  # maximum seconds of work after a client has disconnected
 LATE = 5.0  # maximum of an honest answer's seconds, as a multiple of the median without attacks
 PATIENCE = 30.0  # seconds until the client of an attack disconnects
 HUNG = 20.0  # seconds without an answer of /health after which a server is started again
-PRIVATE = re.compile(
-    "|".join(map(re.escape, (str(Path(__file__).parents[2]), sys.prefix, "site-packages", 'File \\"')))
-)
+HOME = str(Path(__file__).parents[2])
+PRIVATE = re.compile("|".join(map(re.escape, (HOME, sys.prefix, "site-packages", 'File \\"', "'no_such_name' is"))))
 LOGGED = re.compile(r"Traceback \(most|unexpected|MemoryError|Exception in")
 Named = tuple[str, int, Attack]  # kind, number, attack
 
@@ -114,7 +113,7 @@ def judged(outcome: Outcome, given: Attack) -> Iterator[str]:
         yield f"status {outcome.status}: {outcome.body[-200:]}"
     if outcome.status is None and not outcome.left and given.leave is None:
         yield "no response"
-    if '"server_error"' in outcome.text or '"api_error"' in outcome.text:
+    if outcome.status == 200 and ('"server_error"' in outcome.text or '"api_error"' in outcome.text):
         yield f"a stream failed: {outcome.body[-200:]}"
     if private := PRIVATE.search(outcome.text):
         yield f"the response names {private[0]!r}"

@@ -1,8 +1,10 @@
 """A server to attack: `mlx-mtp serve` in a process of its own, its memory, its CPU time and its log, from /proc."""
 
 import contextlib
+import ctypes
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from hostile_wire import Outcome, attempt, post
 
 CEILING = 8 << 30  # bytes of address space of a server
 MB = 1 << 20
+PR_SET_PDEATHSIG = 1  # of Linux
 TICK = os.sysconf("SC_CLK_TCK")
 # Memory that one request has freed returns to the system; otherwise the next one reuses it, which no figure shows.
 FREED = {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}
@@ -152,6 +155,7 @@ class Server:
 
 def _limit() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (CEILING, CEILING))
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a server must not outlive the program that attacks it
 
 
 class Load:
