@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import threading
 import time
 
@@ -82,6 +83,7 @@ def test_an_attack_can_be_repeated(kind):
 
 
 @sweep
+@pytest.mark.skipif(sys.platform != "linux", reason="memory and CPU time are read from /proc")
 @pytest.mark.parametrize(("requests", "attackers"), [(1000, 1), (300, 4)])
 def test_a_thousand_attacks(requests, attackers):
     runs = hostile.campaign(requests, seed=1, attackers=attackers, minutes=120)
