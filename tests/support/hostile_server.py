@@ -22,7 +22,7 @@ TICK = os.sysconf("SC_CLK_TCK")
 # Memory that one request has freed returns to the system; otherwise the next one reuses it, which no figure shows.
 FREED = {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}
 IDLE = 0.1  # share of a core below which a server is idle
-WINDOW = 0.2  # seconds over which that share is measured
+WINDOW, WINDOWS = 0.2, 3  # seconds over which that share is measured, and the number of idle windows in succession
 
 
 def status(pid: int, name: str) -> int:
@@ -169,13 +169,14 @@ class Load:
 
         On a busy machine the wall time is long, with several threads the CPU time.
         """
-        until = time.monotonic() + most
-        while (now := time.monotonic()) < until:
-            before = cpu(self.pid)
+        until, idle, found = time.monotonic() + most, 0, 0.0
+        while idle < WINDOWS and time.monotonic() < until:
+            now, before = time.monotonic(), cpu(self.pid)
             time.sleep(WINDOW)
-            if cpu(self.pid) - before <= IDLE * WINDOW + 1 / TICK:
-                return min(now - self._begun, before - self._spent)
-        return min(now - self._begun, cpu(self.pid) - self._spent)
+            idle = idle + 1 if cpu(self.pid) - before <= IDLE * WINDOW + 1 / TICK else 0
+            if idle < 2:  # of several idle windows in succession, the begin of the first counts
+                found = min(now - self._begun, before - self._spent)
+        return found
 
 
 def is_refusal(outcome: Outcome) -> bool:
