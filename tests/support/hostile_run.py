@@ -193,12 +193,16 @@ class Run:
             self.honest.turn.release()
 
     def _late_again(self, given: Attack) -> float:
-        """Return how late an honest answer is when an attack is repeated, with a median measured just before."""
+        """Return how late an honest answer is when an attack is repeated, with a median measured just before.
+
+        The median is measured once nothing of the first attack is computed any more.
+        """
         with self.honest.turn:
-            self.honest.median = self.honest.measured()
+            Load(self.server.pid).until_idle(15.0)
+            now = self.honest.measured()
         begun = time.monotonic()
         self._attempt(given)
-        return self.honest.since(begun)[0]
+        return self.honest.since(begun)[0] * self.honest.median / now
 
     def _log_size(self) -> int:
         return self.server.log.stat().st_size
