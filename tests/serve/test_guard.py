@@ -103,10 +103,7 @@ def test_bodies(closed):
         ({}, 200, ""),
         ({"content-encoding": "identity"}, 200, ""),
         ({"content-encoding": "Identity, identity"}, 200, ""),
-        *(
-            ({"content-encoding": each}, 415, each)
-            for each in ("gzip", "deflate", "br", "zstd", "x-gzip", "compress")
-        ),
+        *(({"content-encoding": each}, 415, each) for each in ("gzip", "deflate", "br", "zstd", "x-gzip")),
         ({"content-encoding": "identity, GZIP"}, 415, "GZIP"),
         *(({"content-type": f"application/json; charset={each}"}, 200, "") for each in ("utf-8", "UTF-8", '"utf-8"')),
         ({"content-type": "application/json;charset=us-ascii ; a=b"}, 200, ""),
@@ -116,7 +113,9 @@ def test_bodies(closed):
     ],
 )
 def test_forms_of_bodies(served, path, headers, status, names):
-    found = served.post(path, content=json.dumps({**HI, "model": "demo"}), headers={**JSON, **headers})
+    found = served.post(
+        path, content=json.dumps({**HI, "model": "demo", "options": {"num_predict": 1}}), headers={**JSON, **headers}
+    )
     assert found.status_code == status
     assert names in found.text
     assert (status == 400) == (found.headers.get("connection") == "close")
