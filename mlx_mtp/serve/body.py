@@ -109,7 +109,7 @@ def _check_text(name: str, value: Any) -> None:
 
 def _complete(body: dict[str, Any], data: dict[str, bytes]) -> None:
     """Put base64 strings back into a parsed body; raises Refused for nesting deeper than DEPTH."""
-    left, level = len(data), [body]
+    left, level = len(data), list[Any]([body])
     for _ in range(DEPTH):
         inner: list[Any] = []
         for found in level:

@@ -6,7 +6,7 @@ from typing import Any
 from .departure import check_client
 
 PIECE = 1 << 14  # characters that are tokenized at once; tokenizers need up to 500 bytes for each
-EXCESS, CUT = 1.25, 4  # pieces may have more tokens than the whole text: by this factor, and so many at each cut
+EXCESS, CUT = 1.25, 4  # pieces may have more tokens than the whole text: by this factor, and by CUT at each cut
 
 
 class TooLong(Exception):
