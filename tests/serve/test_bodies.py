@@ -8,7 +8,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from starlette.requests import ClientDisconnect
 from sweep import SWEEP
@@ -70,6 +70,13 @@ def test_base64_is_not_counted_as_text(value, ascii_only, most):
         assert found == value or (found is None and len(content) > most)
 
 
+def test_base64_behind_a_quote_in_a_text_is_text(monkeypatch):
+    monkeypatch.setattr(body, "MOST_TEXT", 120)
+    monkeypatch.setattr(body, "LONG", 12)
+    value = {"a": 'b"' + "QUJD" * 4, "b": "QUJD" * 100}
+    assert parsed_body(encoded(value, True)) == value
+
+
 def test_a_picture_of_many_megabytes_is_read():
     picture = "data:image/png;base64," + base64.b64encode(bytes(9 * 10**6)).decode()
     value = {"messages": [{"content": [{"text": "这 😀?"}, {"url": picture}, {"data": picture[22:]}]}]}
@@ -80,6 +87,8 @@ def test_a_picture_of_many_megabytes_is_read():
 
 @few
 @given(OBJECTS, st.integers(0, 20), st.integers(0, 20))
+@example({"a\\": "[,{" * 20, "b\\": "[" * 20}, 20, 20)
+@example({'a"': "[,{" * 20}, 20, 20)
 def test_a_body_of_too_many_parts_is_refused_before_it_is_parsed(value, most_strings, most_containers):
     strings, containers, values = numbers_in(value)
     with pytest.MonkeyPatch.context() as patch:
