@@ -11,7 +11,7 @@ from .fields import Refused
 
 DEPTH = 64  # maximum nesting of a JSON body
 MOST_TEXT = 8 * 10**6  # bytes without base64 data: each may take four bytes in memory, in several copies
-MOST_VALUES, MOST_STRINGS, MOST_CONTAINERS = 1_000_000, 200_000, 50_000  # parsed in 0.3 seconds, which hold the GIL
+MOST_VALUES, MOST_STRINGS, MOST_CONTAINERS = 1_000_000, 100_000, 50_000  # 0.2 seconds of the GIL
 LONG = 1 << 16  # bytes of a string from which it may be base64 data
 CONVERSATIONS = ("messages", "input")  # whose earlier messages may contain anything; `entries_of` checks them
 MOST_QUOTES = 1_000_000  # of a body in which base64 data is found
@@ -112,7 +112,7 @@ def _check_text(name: str, value: Any) -> None:
 
 def _complete(body: dict[str, Any], data: dict[str, bytes]) -> None:
     """Put base64 strings back into a parsed body; raises Refused for nesting deeper than DEPTH."""
-    left, level = len(data), [body]
+    left, level = len(data), list[Any]([body])
     for _ in range(DEPTH):
         inner: list[Any] = []
         for found in level:

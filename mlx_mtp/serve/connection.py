@@ -43,9 +43,9 @@ class BoundedParser(h11.Connection):
 class Connection(H11Protocol):
     """uvicorn's connection, with the limits of this module.
 
-    most: maximum number of open connections. For a further one, that which has waited longest for the rest of a
-    request is closed, or else the new one. waiting: loop.time() from which the rest of a request is awaited; None
-    while the server has it.
+    most: maximum number of open connections. For a further one, the connection that has waited longest for the rest
+    of a request is closed; this may be the new one. waiting: loop.time() from which the rest of a request is awaited,
+    None while the server has it.
     """
 
     def __init__(self, *args: Any, most: int, **more: Any):

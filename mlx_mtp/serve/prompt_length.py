@@ -6,7 +6,7 @@ from typing import Any
 from .departure import check_client
 
 PIECE = 1 << 14  # characters that are tokenized at once; tokenizers need up to 500 bytes for each
-EXCESS = 1.25  # pieces have more tokens together than the whole text, by less than this factor
+EXCESS, CUT = 1.25, 4  # pieces may have more tokens than the whole text: by this factor, and by CUT at each cut
 
 
 class TooLong(Exception):
@@ -33,6 +33,7 @@ def check_length(tokenizer: Any, texts: Iterable[str], positions: int, others: i
             check_client()
             if tokens > EXCESS * positions:
                 raise TooLong(int(tokens / EXCESS))
-            tokens += len(tokenizer.encode(text[start : start + PIECE], add_special_tokens=False))
+            found = len(tokenizer.encode(text[start : start + PIECE], add_special_tokens=False))
+            tokens += max(0, found - (CUT if start else 0))
     if tokens > EXCESS * positions:
         raise TooLong(int(tokens / EXCESS))

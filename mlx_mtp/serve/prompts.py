@@ -110,6 +110,7 @@ class Chat(NamedTuple):
     def encode(self, text: str) -> list[int]:
         """Encode a rendered text; raises TooLong if it is too long for the context."""
         if self.positions is not None:
+            check_length(self.tokenizer, (), self.positions, text.count(OPEN))  # each is at least one token
             parts = ESCAPED.split(text)
             letters = sum(len(bytes.fromhex(part).decode()) for part in parts[1::2])
             check_length(self.tokenizer, parts[::2], self.positions, letters)
@@ -249,8 +250,13 @@ def _escaped(value: Any, pattern: re.Pattern[str]) -> Any:
     if isinstance(value, list):
         return [_escaped(each, pattern) for each in value]
     if isinstance(value, str):
-        return pattern.sub(lambda mark: f"{OPEN}{mark[0].encode().hex()}{CLOSE}", value)
+        return pattern.sub(_hexadecimal, value)
     return value
+
+
+def _hexadecimal(mark: re.Match[str]) -> str:
+    check_client()  # a text may have a million marks
+    return f"{OPEN}{mark[0].encode().hex()}{CLOSE}"
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:

@@ -35,7 +35,8 @@ class ResponsesRequest(ApiRequest):
         self.requests = chat_decode_requests(
             info, body, found, choice, template, self.warnings, self.call_ids, **more
         )
-        self._body, self._id, self._created = body, new_id("resp_"), int(time.time())
+        self._body = {name: each for name, each in body.items() if name != "input"}  # which may be large
+        self._id, self._created = new_id("resp_"), int(time.time())
         self._items: list[dict[str, Any]] = []
         self._kind, self._text, self._number, self._calls = "", "", 0, 0
 

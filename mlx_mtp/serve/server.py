@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -43,6 +44,7 @@ from .tool_calls.table import GENERIC, format_of, unread_calls
 
 log = logging.getLogger("mlx_mtp.serve")
 STORING = 20.0  # maximum seconds of writing the prefix cache to files at the end
+SWITCH = 0.0005  # seconds after which a thread that prepares a request passes Python's lock to the engine's
 CHUNK, CHUNK_ON_CPU = (512, LEAST_CHUNK), (64, 24)  # maximum and minimum tokens of a prefill chunk
 
 
@@ -186,6 +188,7 @@ def run(service: Service, settings: Settings) -> None:
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
         signal.signal(signal.SIGHUP, server.handle_exit)  # a closed terminal; nohup ignores it
     processes()  # the rendering process starts while the model is loaded
+    sys.setswitchinterval(SWITCH)
     engine.thread.start()
     asyncio.run(server.serve(sockets))
     engine.stop(settings.grace)

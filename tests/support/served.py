@@ -72,9 +72,9 @@ def serving_several(folder, load=demo_at, limits=None, **changes):
 
 
 @contextmanager
-def listening(app):
+def listening(app, limits=None):
     """Yield the address of a real server of an application, on a free port, until the block ends."""
-    server = uvicorn.Server(config_of(app, Limits(), port=0, log_level="error"))
+    server = uvicorn.Server(config_of(app, limits or Limits(), port=0, log_level="error"))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
     thread.start()
     try:
