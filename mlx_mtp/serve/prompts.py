@@ -82,7 +82,7 @@ class Chat(NamedTuple):
     tokenizer: Any
     marks: Marks
     traits: Traits
-    positions: int | None
+    positions: int | None = None
 
     def rendered(self, form: Conversation, options: dict[str, Any]) -> Rendered:
         """Render a form, if possible with tool-call arguments as the client wrote them; ValueError if refused."""
