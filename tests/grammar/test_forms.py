@@ -28,8 +28,7 @@ def accepts(made, text):
 REFUSED = [
     ({"type": "array", "uniqueItems": True}, "uniqueItems"),
     ({"not": {"type": "null"}}, "not"),
-    ({"if": {}, "then": {}}, "if"),
-    ({"type": "string", "format": "nope"}, "nope"),
+    ({"if": {}, "then": {"type": "null"}}, "if"),
     ({"$ref": "https://example.com/schema.json"}, "example.com"),
     ({"type": "string", "pattern": "(?=a)b"}, "json_schema"),
     ({"type": 5}, "type"),
@@ -45,7 +44,7 @@ def test_a_schema_that_cannot_be_honoured_is_one_line(schema, name):
     with pytest.raises(ValueError, match=name) as e:
         grammar.json_schema(schema)
     assert "\n" not in str(e.value)
-    assert str(e.value).startswith("json_schema: ")
+    assert str(e.value).startswith("json_schema")
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from ...grammar.forms import MOST_SPACES, Grammar, composed, json_schema
-from ..schema_paths import path_in
+from ...grammar.forms import SEPARATORS, Grammar, composed, json_schema
 from .branches import ANNOTATIONS, Document
 from .call_format import CallFormat
 from .default_layouts import layouts_of
@@ -49,15 +48,14 @@ def call_grammar(tokenizer: Any, format: CallFormat, offer: Offer) -> Grammar:
         try:
             json_schema(schema)
         except ValueError as e:
-            reason = str(e).removeprefix("json_schema: ")
-            raise ValueError(f"tool {name!r}{path_in(schema, reason)}: {reason}") from None
+            raise ValueError(f"tool {name!r}{str(e).removeprefix('json_schema')}") from None
     spread, ascii = (any(getattr(layout, name) for layout in layouts) for name in ("spread", "ascii"))
 
     def write(spaces: Mapping[str, Any]) -> str:
         spaces = {**spaces, "json_allow_general_unicode_escapes": ascii}
         return CallWriter(Rules(special, spaces), format, offer, ends).text(layouts)
 
-    return composed(write, "tools", whitespace=SPREAD if spread else MOST_SPACES)
+    return composed(write, "tools", whitespace=SPREAD if spread else SEPARATORS)
 
 
 def call_mark(tokenizer: Any, format: CallFormat) -> tuple[str, bool]:

@@ -36,6 +36,10 @@ def path_in(schema: Any, message: str) -> str:
     else the first whose name is a word of the message. Values of TEXTS and those in TYPES do not count; names in
     COMMON count only as the message's first word or in quotes.
     """
+    if unsatisfiable := re.search(r"property '(.+)' is unsatisfiable", message):
+        wanted = f".properties.{unsatisfiable[1]}"
+        paths = (path for path, *_ in keywords(schema) if f"{wanted}." in f"{path}.")
+        return next((path[: path.index(wanted)] + wanted for path in paths), "")
     (first, *words), named = re.findall(r"[\w$]+", message) or [""], ""
     words = {*words} - {*COMMON} | {first, *re.findall(r"[\"'](\w+)[\"']", message)}
     for path, name, value in keywords(schema):

@@ -1,0 +1,116 @@
+"""Write the limits of numbers so that llguidance, which computes with 64-bit floats, enforces them exactly."""
+
+import math
+from collections.abc import Iterator
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+LARGEST = 2**53  # up to here each integer is a float
+MOST = 2**63 - 1
+TINY = 1e-60  # llguidance nests a pattern's groups as deep as a limit has digits, at most 250
+MOST_MULTIPLE = 2**32 - 1
+MOST_REMAINDERS = 5000  # of `multipleOf` without its factors 2 and 5: the time to compile grows with its square
+
+
+def write_numbers(schema: dict[str, Any], path: str) -> None:
+    """Write a schema's limits of numbers, and check its constants; the schema is changed.
+
+    Raises ValueError, with the keyword's path, for a number that llguidance would round.
+    """
+    for name in ("const", "enum"):
+        for value in _numbers_in(schema.get(name)):
+            if not _is_exact(value):
+                raise ValueError(f"{path}.{name}: {_shown(value)} would be rounded; {_allowed()}")
+    types = schema.get("type")
+    integers = "number" not in types and types != [] if isinstance(types, list) else types == "integer"
+    for name in (*LOWER, *UPPER):
+        if _is_number(value := schema.get(name)) and not _is_exact_limit(value, integers, name):
+            raise ValueError(f"{path}.{name}: {_shown(value)} would be rounded; {_allowed()}")
+    (_write_integers if integers else _write_exclusive)(schema)
+    if "multipleOf" in schema:
+        _write_multiple(schema, path, integers)
+
+
+def _allowed() -> str:
+    return f"allowed are numbers up to 2**53 in magnitude, and none between 0 and {TINY}"
+
+
+def _shown(value: int | float) -> str:
+    return repr(value) if isinstance(value, float) or abs(value) < 10**40 else "an integer of more than 40 digits"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _numbers_in(value: Any) -> Iterator[int | float]:
+    if isinstance(value, list | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _numbers_in(each)
+    elif _is_number(value):
+        yield value
+
+
+def _is_exact(value: int | float) -> bool:
+    """Return whether llguidance writes exactly this number."""
+    if isinstance(value, int) and LARGEST < abs(value) < MOST:
+        return int(float(value)) == value
+    return value == 0 or TINY <= abs(value) <= LARGEST
+
+
+def _is_exact_limit(value: int | float, integers: bool, name: str) -> bool:
+    if integers and isinstance(value, int):
+        return _is_exact(value) or (value == MOST and name == "maximum")
+    return value == 0 or TINY <= abs(value) <= LARGEST
+
+
+def _write_integers(schema: dict[str, Any]) -> None:
+    """Replace limits of integers by the least and the greatest integer within them."""
+    for (closed, open), sign in ((LOWER, 1), (UPPER, -1)):
+        limits = [math.ceil(sign * schema[closed])] if _is_number(schema.get(closed)) else []
+        limits += [math.floor(sign * schema.pop(open)) + 1] if _is_number(schema.get(open)) else []
+        if limits:
+            schema[closed] = sign * max(limits)
+
+
+def _write_exclusive(schema: dict[str, Any]) -> None:
+    """Replace exclusive limits that are integers by the next float: llguidance accepts some of them otherwise."""
+    for (closed, open), sign in ((LOWER, 1), (UPPER, -1)):
+        limit = schema.get(open)
+        if _is_number(limit) and limit == int(limit):
+            limit = sign * TINY if limit == 0 else math.nextafter(limit, sign * math.inf)
+            other = schema.get(closed)
+            schema[closed] = sign * max(sign * limit, sign * other) if _is_number(other) else limit
+            del schema[open]
+
+
+def _write_multiple(schema: dict[str, Any], path: str, integers: bool) -> None:
+    """Check `multipleOf`; of integers it is replaced by the least integer that is a multiple of it.
+
+    Raises ValueError if llguidance would round it, or no multiple is within the schema's limits.
+    """
+    given = schema["multipleOf"]
+    if not _is_number(given) or not 0 < given < math.inf:
+        raise ValueError(f"{path}.multipleOf: {repr(given)[:80]}; allowed are numbers above 0")
+    wanted = Fraction(Decimal(repr(given)))
+    if integers:
+        schema["multipleOf"], wanted = wanted.numerator, Fraction(wanted.numerator)
+    value, exponent = float(wanted), 0
+    while value % 1 and exponent < 20:
+        value, exponent = value * 10, exponent + 1
+    if value > MOST_MULTIPLE or Fraction(value) / 10**exponent != wanted:
+        limit = "with at most 9 digits, whose product with a power of 10 is exact in binary"
+        raise ValueError(f"{path}.multipleOf: {_shown(given)} would be rounded; allowed are numbers {limit}")
+    rest = wanted.numerator
+    while (factor := math.gcd(rest, 10)) > 1:
+        rest //= factor
+    if rest > MOST_REMAINDERS:
+        limit = f"whose digits, without factors 2 and 5, are at most {MOST_REMAINDERS}"
+        raise ValueError(f"{path}.multipleOf: {_shown(given)} takes too long to compile; allowed are numbers {limit}")
+    low, high = schema.get("minimum"), schema.get("maximum")
+    if _is_number(low) and _is_number(high):
+        first = math.ceil(Fraction(Decimal(repr(low))) / wanted) * wanted
+        if first > Fraction(Decimal(repr(high))):
+            raise ValueError(f"{path}.multipleOf: no multiple of {_shown(given)} is within the limits")
