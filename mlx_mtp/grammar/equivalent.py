@@ -10,7 +10,7 @@ from typing import Any
 
 from .evaluated import evaluated
 from .finite import without_endless
-from .keywords import UNSUPPORTED, is_any, write_keywords
+from .keywords import UNSUPPORTED, contradiction, is_any, write_keywords
 from .names import write_names
 from .numbers import write_numbers
 from .references import ROOT, References, base_of
@@ -24,6 +24,7 @@ DATA = ("type", "const", "enum", "required", "dependentRequired", "minLength", "
 DATA += ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minItems", "maxItems")
 DATA += ("uniqueItems", "minContains", "maxContains", "minProperties", "maxProperties")
 DATA += ("$ref", "$dynamicRef", "$recursiveRef")
+DATA += ("nullable",)  # has no effect, but the formats of tool calls without JSON read texts by it
 KEYWORDS = {*ONE, *MANY, *NAMED, *DATA}  # others, in any vocabulary, are annotations or where `$ref` lead
 OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 OTHER_TYPES = {*OF_NUMBERS, *ONE, *NAMED, "prefixItems", "required", "minItems", "maxItems", "minProperties"}
@@ -43,16 +44,21 @@ def equivalent(schema: Mapping[str, Any]) -> dict[str, Any]:
         name, (target, path, base) = document.pending.popitem()
         document.definitions[name] = document.written(target, path, base)
     if isinstance(found, dict):
+        document.reason = ""
         if document.definitions:
             found["$defs"] = document.definitions
         found = without_endless(found)
     if found is False:
-        raise ValueError(": no finite JSON value fits it")
+        raise ValueError(document.reason or ": no finite JSON value fits it")
     return {} if found is True else found
 
 
 class _Document:
-    """Writes the schemas of a document. definitions: the written targets of `$ref`, by name. pending: others."""
+    """Writes the schemas of a document.
+
+    definitions: the written targets of `$ref`, by name. pending: those not written yet: a schema, its path, its base
+    URI. reason: why the last schema that became false accepts nothing, as the text of an error.
+    """
 
     def __init__(self, root: Mapping[str, Any]):
         self.definitions: dict[str, Any] = {}
@@ -60,6 +66,7 @@ class _Document:
         self._root, self._references = root, References(root)
         self._names: dict[int, str] = {}  # by the `id` of a target
         self._left = MOST_SCHEMAS
+        self.reason = ""
 
     def written(self, schema: Any, path: str, base: str) -> Any:
         """Return a schema in the form of `equivalent`; false for one that is known to accept nothing."""
@@ -77,6 +84,7 @@ class _Document:
             if name in KEYWORDS
         }
         if "not" in found and is_any(found["not"]):
+            self.reason = f"{path}.not: no value is allowed"
             return False
         write_keywords(found, path)
         write_numbers(found, path)
@@ -88,6 +96,10 @@ class _Document:
         for name in UNSUPPORTED:
             if name in found:
                 raise ValueError(f"{path}.{name}: {name} is not supported here")
+        if reason := contradiction(found):
+            if not self.reason.startswith(f"{path}{reason[0]}."):
+                self.reason = f"{path}{reason[0]}: {reason[1]}"
+            return False
         return found
 
     def _value(self, name: str, value: Any, path: str, base: str) -> Any:

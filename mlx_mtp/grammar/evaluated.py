@@ -30,7 +30,7 @@ def evaluated(schema: Any, base: str, references: References, seen: tuple[int, .
     own = Evaluated(
         tuple(schema.get("properties") or ()),
         tuple(schema.get("patternProperties") or ()),
-        "additionalProperties" in schema or "unevaluatedProperties" in schema and bool(seen[1:]),
+        "additionalProperties" in schema or ("unevaluatedProperties" in schema and bool(seen[1:])),
     )
     parts = [evaluated(each, base, references, seen) for each in schema.get("allOf") or ()]
     if "$ref" in schema:

@@ -51,9 +51,23 @@ def write_keywords(schema: dict[str, Any], path: str) -> None:
     _write_older_drafts(schema)
     _drop_conditions(schema)
     _write_contains(schema)
-    _write_unique_items(schema)
     _write_unevaluated_items(schema)
+    _write_unique_items(schema)
     _write_dependencies(schema)
+
+
+def contradiction(schema: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return (a path, what is required there) if a schema of objects or of arrays requires what it does not allow."""
+    properties, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+    others = True if schema.get("patternProperties") else others
+    if schema.get("type") == "object":
+        for name in schema.get("required", ()):
+            if properties.get(name, others) is False:
+                return f".properties.{name}", f"no value is allowed for {name[:80]!r}, which is required"
+    first, least = schema.get("prefixItems", []), schema.get("minItems", 0)
+    if schema.get("type") == "array" and schema.get("items") is False and least > len(first):
+        return ".items", f"no value is allowed for an item, of which at least {least} are required"
+    return None
 
 
 def _drop(schema: dict[str, Any], *names: str) -> None:

@@ -21,6 +21,10 @@ def write_names(schema: dict[str, Any], path: str) -> None:
         _write_property_names(schema, path)
     if schema.get("patternProperties"):
         _write_patterns(schema, path)
+    if schema.get("additionalProperties") is False and not schema.get("patternProperties"):
+        required, properties = schema.get("required", ()), schema.get("properties", {})
+        kept = {name: each for name, each in properties.items() if each is not False or name in required}
+        schema |= {"properties": kept} if kept != properties else {}
     named = len({*schema.get("required", ())})
     if schema.get("minProperties", 0) - named > 1 and _is_open(schema):
         allowed = f"allowed are at most {named + 1}, one more than `required`, where other names are free"
@@ -133,7 +137,7 @@ def _write_patterns(schema: dict[str, Any], path: str) -> None:
                     f"/{pattern[:MOST_SHOWN]}/ fits few names, which is not supported next to allOf, anyOf and $ref"
                 )
                 raise ValueError(f"{path}.patternProperties: {what}")
-    schema |= {"properties": properties, "patternProperties": patterns}
+    schema |= {"patternProperties": patterns, **({"properties": properties} if properties else {})}
     if patterns and not _any_name(names, tuple(patterns), others=True, path=path):
         schema["additionalProperties"] = False
 

@@ -9,7 +9,7 @@ from typing import Any
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 LARGEST = 2**53  # up to here each integer is a float
 MOST = 2**63 - 1
-TINY = 1e-60  # llguidance nests a pattern's groups as deep as a limit has digits, at most 250
+DIGITS, PLACES = 15, 22  # llguidance reads a decimal number exactly if it has no more digits, and no more places
 MOST_MULTIPLE = 2**32 - 1
 MOST_REMAINDERS = 5000  # of `multipleOf` without its factors 2 and 5: the time to compile grows with its square
 
@@ -34,7 +34,7 @@ def write_numbers(schema: dict[str, Any], path: str) -> None:
 
 
 def _allowed() -> str:
-    return f"allowed are numbers up to 2**53 in magnitude, and none between 0 and {TINY}"
+    return f"allowed are integers up to 2**53 in magnitude, and numbers of at most {DIGITS} digits"
 
 
 def _shown(value: int | float) -> str:
@@ -54,16 +54,17 @@ def _numbers_in(value: Any) -> Iterator[int | float]:
 
 
 def _is_exact(value: int | float) -> bool:
-    """Return whether llguidance writes exactly this number."""
-    if isinstance(value, int) and LARGEST < abs(value) < MOST:
-        return int(float(value)) == value
-    return value == 0 or TINY <= abs(value) <= LARGEST
+    """Return whether llguidance reads and writes exactly this number."""
+    if not abs(value) <= LARGEST:
+        return isinstance(value, int) and abs(value) < MOST and int(float(value)) == value
+    number = Decimal(repr(value)).normalize().as_tuple()
+    return isinstance(value, int) or (len(number.digits) <= DIGITS and int(number.exponent) >= -PLACES)
 
 
 def _is_exact_limit(value: int | float, integers: bool, name: str) -> bool:
-    if integers and isinstance(value, int):
+    if integers:
         return _is_exact(value) or (value == MOST and name == "maximum")
-    return value == 0 or TINY <= abs(value) <= LARGEST
+    return abs(value) <= LARGEST and _is_exact(value)
 
 
 def _write_integers(schema: dict[str, Any]) -> None:
@@ -76,12 +77,17 @@ def _write_integers(schema: dict[str, Any]) -> None:
 
 
 def _write_exclusive(schema: dict[str, Any]) -> None:
-    """Replace exclusive limits that are integers by the next float: llguidance accepts some of them otherwise."""
+    """Replace exclusive limits that are integers by close decimal numbers, where llguidance may accept the limit.
+
+    It does so if the other limit has the same digits before the decimal point.
+    """
     for (closed, open), sign in ((LOWER, 1), (UPPER, -1)):
-        limit = schema.get(open)
-        if _is_number(limit) and limit == int(limit):
-            limit = sign * TINY if limit == 0 else math.nextafter(limit, sign * math.inf)
-            other = schema.get(closed)
+        limit, other = schema.get(open), schema.get(closed)
+        if not _is_number(limit) or limit % 1 or sign * limit < 0:
+            continue
+        places = PLACES if limit == 0 else DIGITS - len(str(abs(int(limit))))
+        if places > 0:
+            limit = float(Decimal(int(limit)) + sign * Decimal(1).scaleb(-places))
             schema[closed] = sign * max(sign * limit, sign * other) if _is_number(other) else limit
             del schema[open]
 

@@ -38,8 +38,10 @@ def path_in(schema: Any, message: str) -> str:
     """
     if unsatisfiable := re.search(r"property '(.+)' is unsatisfiable", message):
         wanted = f".properties.{unsatisfiable[1]}"
-        paths = (path for path, *_ in keywords(schema) if f"{wanted}." in f"{path}.")
-        return next((path[: path.index(wanted)] + wanted for path in paths), "")
+        found = [*keywords(schema)]
+        paths = [path[: path.index(wanted)] + wanted for path, *_ in found if f"{wanted}." in f"{path}."]
+        lists = [path for path, name, value in found if name == "required" and unsatisfiable[1] in value]
+        return next(iter([*paths, *lists]), "")
     (first, *words), named = re.findall(r"[\w$]+", message) or [""], ""
     words = {*words} - {*COMMON} | {first, *re.findall(r"[\"'](\w+)[\"']", message)}
     for path, name, value in keywords(schema):

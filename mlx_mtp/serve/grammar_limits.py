@@ -11,7 +11,6 @@ from ..grammar.schema_paths import NAMED, keywords
 from ..machine.errors import with_type
 from .fields import Refused
 
-
 T = TypeVar("T")
 MAX_BYTES = 100_000  # of a schema, as JSON, or a list of choices
 MAX_TEXT = 20_000  # characters of a regular expression or a Lark grammar
