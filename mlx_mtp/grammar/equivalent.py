@@ -131,7 +131,7 @@ class _Document:
         return value
 
     def _dereferenced(self, schema: Any, base: str) -> tuple[Any, str]:
-        """Return (the schema to which one that is only a `$ref` leads, its base URI); others are returned as given."""
+        """Return (schema, its base URI), of one that is only a `$ref` those of its target."""
         for _ in range(10):
             if not isinstance(schema, Mapping) or {*schema} & KEYWORDS != {"$ref"}:
                 break

@@ -204,8 +204,8 @@ def _checked(grammar: Grammar) -> Grammar:
 
 
 def _reason(error: str) -> str:
-    """Return the first line of llguidance's error message; of a pattern's, the pattern's start and what is wrong."""
-    first, *rest = error.strip().splitlines()
+    """Return the first line of llguidance's error message, of a pattern's its start and what is wrong."""
+    first, *rest = error.strip().replace("json-schema:///", "").splitlines()
     if "coerce_one_of" in first:
         return ONE_OF
     wrong = next((line.removeprefix("error: ") for line in rest if line.startswith("error: ")), "")

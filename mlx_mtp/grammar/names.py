@@ -34,8 +34,8 @@ def write_names(schema: dict[str, Any], path: str) -> None:
 def unaliased(root: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """Return a document in which no other member can have a declared name written with escape sequences.
 
-    The second value is whether this also needs that the text contains no escape sequences with numbers, such as
-    those of control characters. root: in the form of `equivalent`. Raises ValueError if a name or constant needs them.
+    The second value is whether this also needs that the answer contains no escape sequences with numbers, such as
+    those of control characters. root: in the form of `equivalent`. Raises ValueError if a name or constant has some.
     """
     objects = [each for each in _objects(root) if {"properties", "required", "patternProperties"} & {*each}]
     open = [each for each in objects if _is_open(each)]

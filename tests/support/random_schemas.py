@@ -126,7 +126,8 @@ def random_text(made: grammar.Grammar, seed: int, most: int = 1000) -> str | Non
     while not parser.is_stopped():
         bits = np.unpackbits(np.frombuffer(parser.compute_bitmask(), np.uint8), bitorder="little")[: END + 1]
         allowed = np.flatnonzero(bits).tolist()
-        assert allowed and not parser.is_error(), (bytes(found), parser.get_error())
+        assert not parser.is_error(), parser.get_error()
+        assert allowed, bytes(found)
         liked = [COMMA] if draw.random() < 0.4 else list(CLOSING) if len(found) > 40 and draw.random() < 0.9 else []
         token = draw.choice([each for each in liked if each in allowed] or allowed)
         if token == END:
