@@ -107,7 +107,7 @@ class _Document:
         if name == "$ref":
             return self._reference(value, path, base)
         if name == "propertyNames":
-            value, base = self._dereferenced(value, base)
+            value, base = self._dereferenced(value, path, base)
         if name in MANY or (name == "items" and isinstance(value, list)):
             if not isinstance(value, list):
                 raise ValueError(f"{path}: {repr(value)[:80]}; allowed is a list of schemas")
@@ -126,16 +126,20 @@ class _Document:
         _check_text(value, path)
         if name in ("required", "enum") and not isinstance(value, list):
             raise ValueError(f"{path}: {repr(value)[:80]}; allowed is a list")
-        if name == "required" and not all(isinstance(each, str) for each in value):
-            raise ValueError(f"{path}: {repr(value)[:80]}; allowed is a list of texts")
+        lists = value.values() if name == "dependentRequired" else [value] if name == "required" else []
+        if not all(isinstance(each, list) and all(isinstance(key, str) for key in each) for each in lists):
+            raise ValueError(f"{path}: {repr(value)[:80]}; allowed are lists of texts")
         return value
 
-    def _dereferenced(self, schema: Any, base: str) -> tuple[Any, str]:
+    def _dereferenced(self, schema: Any, path: str, base: str) -> tuple[Any, str]:
         """Return (schema, its base URI), of one that is only a `$ref` those of its target."""
         for _ in range(10):
             if not isinstance(schema, Mapping) or {*schema} & KEYWORDS != {"$ref"}:
                 break
-            schema, base, _ = self._references.target(schema["$ref"], base)
+            try:
+                schema, base, _ = self._references.target(schema["$ref"], base)
+            except ValueError as e:
+                raise ValueError(f"{path}.$ref: {e}") from None
         return schema, base
 
     def _write_unevaluated(self, found: dict[str, Any], schema: Mapping[str, Any], base: str) -> None:

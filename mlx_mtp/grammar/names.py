@@ -164,7 +164,8 @@ def _has_member(schema: str, path: str) -> bool:
     grammar = library.LLMatcher.grammar_from_json_schema(schema, overrides=options)
     parser = library.LLMatcher(_byte_tokens(), grammar, limits=library.limits, log_level=0)
     if parser.is_error():
-        raise ValueError(f"{path}.patternProperties: {parser.get_error().strip().partition(chr(10))[0]}")
+        reason = parser.get_error().strip().partition("\n")[0].replace("regex parse error:", "no supported pattern")
+        raise ValueError(f"{path}.patternProperties: {reason}")
     opened = parser.try_consume_tokens([ord("{")])
     return bool(opened) and bool(parser.compute_bitmask()[ord('"') // 8] >> ord('"') % 8 & 1)
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeGuard
 
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 LARGEST = 2**53  # up to here each integer is a float
@@ -41,7 +41,7 @@ def _shown(value: int | float) -> str:
     return repr(value) if isinstance(value, float) or abs(value) < 10**40 else "an integer of more than 40 digits"
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

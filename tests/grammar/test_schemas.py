@@ -5,6 +5,7 @@ import random
 import re
 from typing import Any
 
+import grammars
 import pytest
 from fuzzing import profile
 from hypothesis import given
@@ -108,6 +109,9 @@ REFUSED: list[tuple[Any, str]] = [  # a schema, and the path in the message
     ({"required": ["a", 5]}, ".required"),
     ({**closed(a=TEXT), "required": ["b"]}, ".properties.b"),
     (closed(a={"enum": []}), ".properties.a"),
+    ({"dependentRequired": {"a": 5}}, ".dependentRequired"),
+    ({"propertyNames": {"$ref": "#/none"}}, ".propertyNames.$ref"),
+    ({"patternProperties": {"(": {}}}, ".patternProperties"),
     ({"minItems": -1}, ".minItems"),
     ({"maxLength": "5"}, ".maxLength"),
     ({"properties": {"a": 5}}, ".properties.a"),
@@ -190,3 +194,12 @@ def test_annotations_anywhere_change_nothing(schema, seed):
 @pytest.mark.parametrize("schema", ACCEPTED, ids=json.dumps)
 def test_annotations_of_usual_schemas_change_nothing(schema):
     assert made(annotated(schema, random.Random(5))) == made(schema)
+
+
+@pytest.mark.parametrize("others", [True, {}, TEXT, {"patternProperties": {"^b": TEXT}}])
+def test_a_declared_name_cannot_be_written_again_with_escape_sequences(others):
+    more = others if isinstance(others, dict) and "patternProperties" in others else {AT: others}
+    found = grammar.json_schema({**OBJECT, "properties": {"a": INTEGER}, **more})
+    assert grammars.accepted(found, '{"a":1,"b":"x"}') is None
+    for text in ('{"a":1,"\\u0061":"x"}', '{"\\u0061":"x"}', '{"a":1,"a":"x"}'):
+        assert grammars.accepted(found, text) is not None
