@@ -126,8 +126,8 @@ class _Document:
         _check_text(value, path)
         if name in ("required", "enum") and not isinstance(value, list):
             raise ValueError(f"{path}: {repr(value)[:80]}; allowed is a list")
-        lists: list[Any] = [*value.values()] if name == "dependentRequired" else [value] if name == "required" else []
-        if not all(isinstance(each, list) and all(isinstance(key, str) for key in each) for each in lists):
+        needs: Any = {"required": {"": value}, "dependentRequired": value}.get(name, {})
+        if not all(isinstance(each, list) and all(isinstance(key, str) for key in each) for each in needs.values()):
             raise ValueError(f"{path}: {repr(value)[:80]}; allowed are lists of texts")
         return value
 
