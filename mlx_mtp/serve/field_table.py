@@ -132,7 +132,7 @@ FIELDS: dict[str, Field] = {
     "guided_choice": Field("hhhh", "a list of texts, one of which is the answer"),
     "guided_grammar": Field("hhhh", "a Lark grammar in llguidance's dialect"),
     "structured_outputs": Field("hhhh", "an object with one of json, json_object, regex, choice, grammar"),
-    "guided_whitespace_pattern": Field("hhhh", "a regular expression of white space in JSON; default: at most four"),
+    "guided_whitespace_pattern": Field("hhhh", "a regular expression; default: at most one space behind , and :"),
     **_alike("rrrr", "grammar json_schema regex ebnf structural_tag format guided_decoding", SCHEMA),
     "guided_decoding_backend": Field("iiii", "it is always llguidance"),
     # Other output, and state
