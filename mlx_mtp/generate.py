@@ -98,10 +98,10 @@ def generate_step(
 
     prompt: token ids [T]. ValueError at the call for an invalid option, or a prompt of no, or too many, tokens.
     """
+    checked.check_call(model, locals())
     xtc = (xtc_probability, xtc_threshold, tuple(xtc_special_tokens))
     sampling, stats = Sampling(temp, top_p, top_k, min_p, min_tokens_to_keep, *xtc), stats or Stats()
     chunk = checked.checked_chunk(model, sampling, sampler, draft_sampling, prefill_step_size)
-    checked.check_numbers(max_tokens, chunk, seed, draft_p_min)
     layout = {"kv_bits": kv_bits, "mtp_kv_bits": mtp_kv_bits, "max_kv_size": max_kv_size}
     given = pictures, max_tokens != 0, num_draft_tokens, prompt_cache, kv_group_size, quantized_kv_start, layout
     tokens, k, cache = checked.checked_inputs(model, prompt, *given)
@@ -206,6 +206,7 @@ def text_response(detokenizer: Any, generated: Yielded, stats: Stats, reason: st
 @checked.explained
 def generate(model: Target, tokenizer: Any, prompt: Prompt, verbose: bool = False, **options: Any) -> str:
     """Return the whole text of `stream_generate`. verbose: also print it as it arrives, then speeds and memory."""
+    checked.check_values({"verbose": verbose})
     responses = stream_generate(model, tokenizer, prompt, **options)
     return "".join(response.text for response in (_shown(responses) if verbose else responses))
 
@@ -243,12 +244,14 @@ def batch_generate(
     return_token_ids, return_logprobs: return each prompt's cache, and lists without the stop token. Other options are
     those of `BatchGenerator`; `images`: for each prompt its images as in `stream_generate`, or None; `resize_shape`.
     """
+    checked.check_values({**locals(), **options, "max_tokens": 1})  # a list of max_tokens is checked for each prompt
     checked.check_names(options)
     images, shape = options.pop("images", None), options.pop("resize_shape", None)
     each = zip(prompts, for_each("images", images, None, len(prompts)), strict=True)
     given = [with_images(model, tokenizer, encoded(tokenizer, prompt), own, shape) for prompt, own in each]
     ids, pictures = [tokens for tokens, _ in given], [found for _, found in given]
-    limits = [max_tokens] * len(ids) if isinstance(max_tokens, int) else list(max_tokens)
+    one = isinstance(max_tokens, str) or not hasattr(max_tokens, "__len__")
+    limits = [max_tokens] * len(ids) if one else max_tokens
     if prompt_caches is None and return_prompt_caches:
         layout = checked.cache_options(options)
         prompt_caches = [make_prompt_cache(model, **layout) for _ in ids]

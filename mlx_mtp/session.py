@@ -19,7 +19,7 @@ from .cache.prompt_prefix import shared
 from .checkpoint.chat_template import encode_messages, pictures_of
 from .decoding.buffer_count import KEPT_SNAPSHOTS
 from .decoding.memory_needs import check_prompt, stated_positions, within
-from .decoding.options import cache_options, default_chunk, default_draft_tokens
+from .decoding.options import cache_options, check_values, default_chunk, default_draft_tokens
 from .decoding.stats import Stats
 from .generate import GenerationResponse, generate_step, stream_generate
 from .grammar import compiled
@@ -88,6 +88,7 @@ class ChatSession:
         """
         self.model, self.tokenizer, self.template_config = model, tokenizer, template_config or {}
         self.ranks = model.ranks
+        check_values(options)
         if options.get("grammar") is not None:
             options["grammar"] = compiled(options["grammar"], tokenizer, model.vocab_size)
         generate_step([0], model, **options).close()  # checks the options, computes nothing

@@ -59,6 +59,15 @@ def test_reports_are_uploaded_whatever_happens(flag):
     assert upload["with"]["path"] in (f"{words[words.index('--out') + 1]}{end}" for end in (".json", ".*"))
 
 
+def test_each_hosted_image_runs_and_keeps_reports_of_its_own():
+    job = WORKFLOW["jobs"]["macos"]
+    assert job["strategy"] == {"fail-fast": False, "matrix": {"image": ["macos-15", "macos-26"]}}
+    assert job["runs-on"] == "${{ matrix.image }}"
+    names = [step["with"]["name"] for step in job["steps"] if "upload-artifact" in step.get("uses", "")]
+    assert all(name.endswith("-${{ matrix.image }}") for name in names)  # an upload replaces no other of its name
+    assert len({*names}) == len(names) == 2
+
+
 def test_the_steps_fit_into_the_jobs_time():
     job = WORKFLOW["jobs"]["macos"]
     assert sum(step.get("timeout-minutes", 0) for step in job["steps"]) < job["timeout-minutes"]

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mlx_mtp.bench.roofline.chips import CHIPS, FILE, Chip
-from mlx_mtp.bench.roofline.cost import FORM, FORMS, LAUNCH, PassCosts
+from mlx_mtp.bench.roofline.cost import FORM, FORMS, PassCosts
 
 from .published import PublishedPass, read_rows
 from .tables import summary
@@ -33,7 +33,7 @@ def on_grid(costs: PassCosts, chip: Chip, form: str) -> np.ndarray:
     """Return predicted seconds for every pair of shares [bandwidths, issues]."""
     memory = costs.nbytes / (chip.gbps * 1e9) / BANDWIDTHS[:, None, None]
     issue = costs.instructions / (chip.tflops * 1e12 / 2) / ISSUES[:, None]
-    return FORMS[form](memory, issue) @ costs.count + costs.launches * LAUNCH
+    return FORMS[form](memory, issue) @ costs.count + costs.launches * chip.launch
 
 
 def misfit(rows: Iterable[PublishedPass], chip: Chip, form: str, caches: bool) -> np.ndarray:

@@ -18,7 +18,7 @@ from mlx_mtp.bench.documents import MODEL, documents
 from mlx_mtp.bench.result import new_table
 from mlx_mtp.bench.roofline.assemble import find_chip, find_model
 from mlx_mtp.bench.roofline.chips import Chip
-from mlx_mtp.bench.roofline.cost import ALL, LAUNCH, PassShape, of_model, op_seconds, seconds
+from mlx_mtp.bench.roofline.cost import ALL, PassShape, of_model, op_seconds, seconds
 from mlx_mtp.bench.roofline.ops import ModelOps
 from mlx_mtp.bench.roofline.tables import documents_table
 
@@ -74,7 +74,7 @@ def parts(name: str, model: ModelOps, chip: Chip, context: int) -> Table:
             alone = nbytes / chip.bandwidth * 1e12, counted / chip.rate * 1e12
             figures = (nbytes, requested, alone[0], counted, alone[1], op_seconds(costs, chip)[here].sum() * 1e3)
             table.add_row(side, part, *(f"{x:.2f}" for x in figures))
-        table.add_row(side, f"{costs.launches:.0f} launches", *[""] * 5, f"{costs.launches * LAUNCH * 1e3:.2f}")
+        table.add_row(side, f"{costs.launches:.0f} launches", *[""] * 5, f"{costs.launches * chip.launch * 1e3:.2f}")
         table.add_section()
     return table
 

@@ -1,35 +1,44 @@
 """Check the arguments that `BatchGenerator.insert_segments` takes by prompt."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from numbers import Integral
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
 
 from mlx_lm.generate import StopSequences
 
+from ..decoding.ranges import OPTIONS
 from ..decoding.sampling import Sampling
-from ..decoding.stats import Stats
+from ..machine.ranges import Allowed, Kind, Tokens, check
 
 
-def _are_functions(value: Any) -> bool:
-    return isinstance(value, Collection) and all(map(callable, value))
+class Stops(NamedTuple):
+    """mlx_lm's stop sequences, None, and collections of collections of token ids."""
+
+    words: str = "mlx_lm's StopSequences, or lists of token ids"
+
+    def fits(self, value: Any) -> bool:
+        several = isinstance(value, Collection) and all(map(Tokens().fits, value))
+        return value is None or several or isinstance(value, StopSequences)
 
 
-def _are_stops(value: Any) -> bool:
-    return isinstance(value, StopSequences) or (isinstance(value, Collection) and all(map(_are_ids, value)))
+class Samplers(NamedTuple):
+    """Functions and `Sampling`s."""
+
+    words: str = "a function or a Sampling"
+
+    def fits(self, value: Any) -> bool:
+        return callable(value) or isinstance(value, Sampling)
 
 
-def _are_ids(value: Any) -> bool:
-    return isinstance(value, Collection) and all(isinstance(token, Integral) for token in value)
-
-
-# By name: what an entry that is not None must be, in words and as a test. Others are checked where they are used.
-ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "caches": ("a prompt cache", lambda value: isinstance(value, Iterable)),
-    "samplers": ("a function or a Sampling", lambda value: callable(value) or isinstance(value, Sampling)),
-    "logits_processors": ("a list of functions", _are_functions),
-    "stop_sequences": ("mlx_lm's StopSequences, or lists of token ids", _are_stops),
-    "logprobs": ("True or False", lambda value: isinstance(value, bool)),
-    "stats": ("a Stats", lambda value: isinstance(value, Stats)),
+STOPS = Stops()
+# By name: what an entry that is not None must be. Others are checked where they are used.
+ALLOWED: dict[str, Allowed] = {
+    "caches": Kind("a prompt cache", (Iterable,)),
+    "samplers": Samplers(),
+    "logits_processors": OPTIONS["logits_processors"],
+    "stop_sequences": STOPS,
+    "logprobs": OPTIONS["logprobs"],
+    "stats": OPTIONS["stats"],
+    "grammars": OPTIONS["grammar"],
 }
 
 
@@ -43,10 +52,10 @@ def columns_of(given: Mapping[str, tuple[Any, Any]], n: int) -> dict[str, list[A
     columns = {name: for_each(name, values, own, n) for name, (values, own) in given.items()}
     for name in ("max_tokens", "logprobs"):
         columns[name] = [given[name][1] if value is None else value for value in columns[name]]
-    for name, (words, fits) in ALLOWED.items():
+    for name, allowed in ALLOWED.items():
         for i, value in enumerate(columns[name]):
-            if value is not None and not fits(value):
-                raise ValueError(f"{name}[{i}]={repr(value)[:80]}: allowed is {words}")
+            if value is not None:
+                check(f"{name}[{i}]", value, allowed)
     return columns
 
 

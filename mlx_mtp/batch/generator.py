@@ -21,10 +21,11 @@ from ..decoding.sequence import Yielded, first_tokens
 from ..decoding.stats import Stats
 from ..layers.adapters import adapters_now
 from ..layers.target import Target
+from ..machine.ranges import check
 from ..machine.stream import in_turn
 from ..tuning.kernel_switch import switch_on_for_batches
 from .admission import Admission
-from .arguments import columns_of
+from .arguments import STOPS, columns_of
 from .drivers import Drivers
 from .responses import PromptResponse, Request, Response
 from .settings import Settings
@@ -58,7 +59,8 @@ class BatchGenerator:
         stream: Any = None,
         **options: Any,
     ):
-        checked.check_model(model)
+        checked.check_call(model, {**locals(), **options})
+        check("stop_tokens", stop_tokens, STOPS)
         if ranks := model.ranks:
             raise ValueError(f"model: split over {ranks.size} ranks; a batch needs one rank, call generate instead")
         self.model, self.max_tokens, self.sampler = model, max_tokens, sampler
@@ -68,7 +70,6 @@ class BatchGenerator:
         chunk = checked.default_chunk(model) if prefill_step_size is None else prefill_step_size
         self.settings = settings = Settings(model, chunk, max_kv_size, **options)
         checked.check_sampling(settings.sampling, sampler, settings.draft_sampling)
-        checked.check_numbers(max_tokens, chunk, settings.seed, settings.draft_p_min)
         self._stops = StopSequences(stop_tokens or None)
         how = {"adaptive": settings.adaptive, "p_min": settings.draft_p_min > 0, "replayed": settings.replays}
         self._admission = Admission(model, ignore=not settings.check_memory, replayed=settings.replays)

@@ -101,7 +101,7 @@ class Settings:
         if max_tokens == 0:
             raise ValueError("max_tokens=0: allowed is 1 or more, or -1 for no limit")
         seed, total = self.seed if seed is None else seed, sum(map(len, pieces))
-        checked.check_numbers(max_tokens, self.chunk, seed, 0.0)
+        checked.check_values({"max_tokens": max_tokens, "seed": seed})
         given: PromptCache | None = None if cache is None else from_mlx_lm(self.model, [*cache]).copy()
         plain, asked = k == 0, self.asked if k is None else k
         k = checked.draft_count(asked, self.model, given)

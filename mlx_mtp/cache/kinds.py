@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from ..machine.ranges import Allowed, Choice, Range
 from .drafting import drafting_parts
 from .growing import LinearKVCache, QuantizedLinearKVCache
 from .layer_cache import CachedModel, CacheKind, LayerCache, OncePerPass
@@ -14,6 +15,14 @@ from .ring import QuantizedSlidingKVCache, Ring, SlidingKVCache
 BY_NAME: dict[str, type[Any]] = {kind.name: kind for kind in (RecurrentCache, MlxLmCaches)}
 GROUP_SIZES = (32, 64, 128)  # supported by MLX's quantization
 MOST_POSITIONS = 2**30  # of a cache: MLX's shapes and positions are int32, and buffers are rounded up
+BITS = (2, 3, 4, 5, 6, 8)
+LAYOUT: dict[str, Allowed] = {
+    "num_draft_tokens": Range("0 to the drafter's maximum, or None", 0, float("inf"), optional=True),
+    **dict.fromkeys(("kv_bits", "mtp_kv_bits"), Choice(f"{', '.join(map(str, BITS))} or None", BITS)),
+    "kv_group_size": Choice("32, 64, 128 or None", GROUP_SIZES),
+    "quantized_kv_start": Range(f"0 to {MOST_POSITIONS}, as an integer", 0, MOST_POSITIONS),
+    "max_kv_size": Range(f"1 to {MOST_POSITIONS}, as an integer, or None", 1, MOST_POSITIONS, optional=True),
+}
 
 
 def make_cache(
@@ -70,12 +79,8 @@ def from_configs(configs: list[dict[str, Any]]) -> list[LayerCache]:
 def check_layout(
     model: CachedModel, kv_bits: int | None, mtp_kv_bits: int | None, kv_group_size: int, max_kv_size: int | None
 ) -> None:
-    """Raise ValueError for the first argument of `make_prompt_cache` that the model's caches do not support."""
-    if kv_group_size not in GROUP_SIZES:
-        raise ValueError(f"kv_group_size={kv_group_size}: allowed are 32, 64 and 128")
+    """Raise ValueError for the first argument, a value of LAYOUT, that the model's caches do not support."""
     for name, bits in (("kv_bits", kv_bits), ("mtp_kv_bits", mtp_kv_bits)):
-        if bits not in (None, 2, 3, 4, 5, 6, 8):
-            raise ValueError(f"{name}={bits}: allowed are 2, 3, 4, 5, 6, 8 and None")
         for part in () if bits is None else drafting_parts(model) if name == "mtp_kv_bits" else [model]:
             if why := getattr(part, "NO_KV_BITS", model.NO_KV_BITS):
                 raise ValueError(f"{name}={bits}: not with {why}; allowed is None")
@@ -84,8 +89,6 @@ def check_layout(
                 fitting = [str(size) for size in GROUP_SIZES if head_dim % size == 0]
                 fits = ", ".join(fitting) or f"none; leave out {name}"
                 raise ValueError(f"kv_group_size={kv_group_size}: allowed for the head size {head_dim} are {fits}")
-    if max_kv_size is not None and not 1 <= max_kv_size <= MOST_POSITIONS:
-        raise ValueError(f"max_kv_size={max_kv_size}: allowed is 1 to {MOST_POSITIONS}")
     if max_kv_size is not None and MlxLmCaches in model.windows():
         raise ValueError(f"max_kv_size={max_kv_size}: not with {model.NO_KV_BITS}; allowed is None")
 

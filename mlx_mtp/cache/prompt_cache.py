@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..machine.ranges import check_options
 from ..machine.stream import in_turn
 from .absorb import reach_of
 from .aside import reunite
 from .drafting import chained_caches, no_kept, pending, starts_of
-from .kinds import check_layout, from_configs, group_size_for, layout_of, make_caches
+from .kinds import LAYOUT, check_layout, from_configs, group_size_for, layout_of, make_caches
 from .layer_cache import CONTEXTS, CachedModel, LayerCache
 from .mark import Mark, Quantizing
 from .mlx_lm_caches import ListOfOne
@@ -291,6 +292,7 @@ def make_prompt_cache(
     max_kv_size: full-attention layers keep this many positions, the first SINKS and the last ones, as mlx_lm's
         rotating cache when it decodes; MLX reads such a cache, no kernel does. A bad argument raises ValueError.
     """
+    check_options(locals(), LAYOUT)
     kv_group_size = group_size_for(model) if kv_group_size is None else kv_group_size
     check_layout(model, kv_bits, mtp_kv_bits, kv_group_size, max_kv_size)
     full = None if max_kv_size is None else Ring(max_kv_size, keep=min(SINKS, max_kv_size - 1))

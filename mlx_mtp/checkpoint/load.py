@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from ..decoding.prefill_chunk import prefill_chunk
 from ..layers.expert_rows import cut_experts, number_rows
 from ..layers.shared_rope import share_angles
 from ..machine.errors import one_line
+from ..machine.ranges import FLAG, Allowed, Kind, check_options
 from ..machine.stream import in_turn
 from ..machine.wired import AUTO, WiredLimit, check_wired_limit, wire
 from ..models import find_port
@@ -48,6 +50,16 @@ from .tuned import attach_tuned, fits, shipped_heads
 from .vision import Sight, open_vision
 
 WEIGHTS_ALONE = Budget()
+UNTRUSTED = "it is code of the checkpoint, which runs only with --trust-remote-code, in Python trust_remote_code=True"
+PATH = Kind("a path, or None", (str, PathLike), optional=True)
+LOADING: dict[str, Allowed] = {
+    **dict.fromkeys(("path_or_hf_repo", "path"), Kind("a path or the name of a repository", (str, PathLike))),
+    **dict.fromkeys(("lazy", "return_config", "trust_remote_code", "mtp", "vision"), FLAG),
+    **dict.fromkeys(("mtp_path", "draft_model", "vision_path"), PATH),
+    **dict.fromkeys(("tokenizer_config", "model_config", "mtp_overrides"), Kind("a dict, or None", (dict,), True)),
+    "revision": Kind("a text, or None", (str,), optional=True),
+    "budget": Kind("a Budget", (Budget,)),
+}
 
 
 def load(
@@ -100,15 +112,12 @@ def load(
         the same calls; each has whole heads. Not with adapters.
     Raises a one-line ValueError for a wrong option, and a checkpoint that is damaged, unsupported or too large.
     """
-    drafting, sight = Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), Sight(vision, vision_path)
-    others = kernels, budget, wired_limit, tensor_group
-    options = _checked(drafting, draft_vocab, *others, lazy=lazy, adapter_path=adapter_path, sight=sight)
+    options = _checked(locals())
     path = find_checkpoint(path_or_hf_repo, revision, code=trust_remote_code)
     with in_turn():
         config = read_config(path, model_config)
         model = _load(path, config, options)
-        tokenizer = _tokenizer_for(model, path, tokenizer_config, config, code=trust_remote_code)
-        _finish(model, path, tokenizer, options)
+        _finish(model, path, tokenizer := _tokenizer_for(model, path, options.tokenizer_config, config), options)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
@@ -129,9 +138,7 @@ def load_model(
     vision_path: str | Path | None = None,
 ) -> Any:
     """Load only the model, as `load` does, and return it; a draft vocabulary's tokenizer is not checked."""
-    drafting, sight = Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), Sight(vision, vision_path)
-    others = {"lazy": lazy, "adapter_path": None, "sight": sight}
-    options = _checked(drafting, draft_vocab, kernels, budget, wired_limit, tensor_group, **others)
+    options = _checked({**locals(), "adapter_path": None, "tokenizer_config": None, "trust_remote_code": False})
     path = find_checkpoint(path)
     with in_turn():
         model = _load(path, read_config(path), options)
@@ -140,7 +147,10 @@ def load_model(
 
 
 class LoadOptions(NamedTuple):
-    """The options of a load, checked before the checkpoint is read. lane: kernels to enable, as in `switch_on`."""
+    """The options of a load, checked before the checkpoint is read.
+
+    lane: kernels to enable, as in `switch_on`. tokenizer_config: as in `load_tokenizer`.
+    """
 
     drafting: Drafting
     vocab: DraftVocab | None
@@ -151,25 +161,29 @@ class LoadOptions(NamedTuple):
     lazy: bool
     adapter_path: AdapterPath | None
     sight: Sight
+    tokenizer_config: dict[str, Any]
 
 
-def _checked(
-    drafting: Drafting, draft_vocab: Any, kernels: Any, budget: Budget, wired: WiredLimit, group: Any, **others: Any
-) -> LoadOptions:
+def _checked(given: dict[str, Any]) -> LoadOptions:
     """Return the options of a load, checked without the checkpoint; a file with a draft vocabulary is read.
 
-    others: `lazy`, `adapter_path` and `sight`. ValueError for an option that is not allowed.
+    given: the arguments of `load` or `load_model`, by name. ValueError for an option that is not allowed.
     """
-    check_wired_limit(wired)
-    others["sight"].check()
-    lane = requested(kernels)
+    check_options(given, LOADING)
+    check_wired_limit(given["wired_limit"])
+    drafting = Drafting(given["mtp"], given["mtp_path"], given["mtp_overrides"] or {}, given["draft_model"])
+    sight, lane = Sight(given["vision"], given["vision_path"]), requested(given["kernels"])
+    sight.check()
+    draft_vocab = given["draft_vocab"]
     if draft_vocab is not None and not drafting.mtp:
         raise ValueError(f"draft_vocab={draft_vocab}: not together with mtp=False")
-    vocab, ranks = None if draft_vocab is None else read_vocab(draft_vocab), ranks_of(group)
-    if ranks and (adapters := others["adapter_path"]):
-        adapters = adapters if isinstance(adapters, (str, Path)) else ", ".join(map(str, adapters))
-        raise ValueError(f"adapter_path={adapters}: not on {ranks.size} ranks; fuse the adapters first")
-    return LoadOptions(drafting, vocab, lane, budget, wired, ranks, **others)
+    vocab, ranks = None if draft_vocab is None else read_vocab(draft_vocab), ranks_of(given["tensor_group"])
+    adapters, budget, wired = given["adapter_path"], given["budget"], given["wired_limit"]
+    if ranks and adapters:
+        names = adapters if isinstance(adapters, (str, Path)) else ", ".join(map(str, adapters))
+        raise ValueError(f"adapter_path={names}: not on {ranks.size} ranks; fuse the adapters first")
+    code = {"trust_remote_code": given["trust_remote_code"], **(given["tokenizer_config"] or {})}
+    return LoadOptions(drafting, vocab, lane, budget, wired, ranks, given["lazy"], adapters, sight, code)
 
 
 def load_tokenizer(
@@ -177,25 +191,31 @@ def load_tokenizer(
 ) -> TokenizerWrapper:
     """Return the tokenizer in a checkpoint's directory; ValueError if it cannot be loaded or has no tokens.
 
+    tokenizer_config: as in mlx-lm; code of the checkpoint is run only if its `trust_remote_code` is true.
     config: the config.json whose stop tokens are used; None reads it from the directory.
     """
+    given = dict(tokenizer_config or {})
+    # Without False transformers asks on standard input whether to run the checkpoint's code.
+    given["trust_remote_code"] = bool(given.get("trust_remote_code"))
     with one_line(f"{path}: no usable tokenizer"):
         eos = (read_config(path) if config is None else config).get("eos_token_id")
-        tokenizer = mlx_lm_utils.load_tokenizer(path, tokenizer_config, eos_token_ids=eos)
+        try:
+            tokenizer = mlx_lm_utils.load_tokenizer(path, given, eos_token_ids=eos)
+        except ValueError as e:
+            if given["trust_remote_code"] or "trust_remote_code=True" not in str(e):
+                raise
+            raise ValueError(UNTRUSTED) from e
         if not tokenizer.get_vocab():  # transformers ignores a missing file
             raise ValueError("it has no tokens")
     return tokenizer
 
 
-def _tokenizer_for(
-    model: Any, path: Path, tokenizer_config: dict[str, Any] | None, config: dict, *, code: bool
-) -> TokenizerWrapper:
+def _tokenizer_for(model: Any, path: Path, tokenizer_config: dict[str, Any], config: dict) -> TokenizerWrapper:
     """Return a model's tokenizer; warn if tokens without an embedding are more than 1% of the model's vocabulary.
 
-    code: trust code in the checkpoint, unless `tokenizer_config` states it. ValueError as `load_tokenizer`.
+    ValueError as `load_tokenizer`.
     """
-    trusted = {"trust_remote_code": True} if code else {}
-    tokenizer = load_tokenizer(path, trusted | (tokenizer_config or {}), config)
+    tokenizer = load_tokenizer(path, tokenizer_config, config)
     unknown = sum(token >= model.vocab_size for token in tokenizer.get_vocab().values())
     if unknown > model.vocab_size // 100:  # a few are normal
         warnings.warn(f"{path}: the model has no embedding for {unknown} tokens of the tokenizer", stacklevel=3)
@@ -250,7 +270,8 @@ def _finish(model: Any, path: Path, tokenizer: Any, options: LoadOptions) -> Non
     tokens than the target.
     """
     vocab, layout, lazy = options.vocab, options.budget.layout, options.lazy
-    check_tokens(model, path, tokenizer, load_tokenizer)
+    trusted = {"trust_remote_code": options.tokenizer_config.get("trust_remote_code", False)}
+    check_tokens(model, path, tokenizer, partial(load_tokenizer, tokenizer_config=trusted))
     if not lazy:
         defer = vocab is None and is_large(model)
         _test_or_defer(model, path, tokenizer, defer=defer, expand=options.lane != "off")

@@ -3,19 +3,19 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
 from inspect import cleandoc
-from numbers import Integral, Real
 from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
 
 from ..cache.from_mlx_lm import from_mlx_lm
-from ..cache.kinds import MOST_POSITIONS
 from ..cache.prompt_cache import PromptCache, make_prompt_cache
 from ..grammar import Constraint, Grammar, compiled
 from ..layers.target import Target
+from ..machine.ranges import Tokens, check, check_options
 from .picture_rows import check_pictures
 from .prefill_chunk import CHUNKS, ON_CPU
+from .ranges import OPTIONS
 from .sampling import DRAFT_SAMPLING, Sampler, Sampling
 
 F = TypeVar("F", bound=Callable)
@@ -80,36 +80,26 @@ def explained(function: F) -> F:
 
 
 def check_names(options: Any) -> None:
-    """Remove mlx_lm's arguments that are not supported from `options`, a dict; ValueError if one is not None."""
+    """Remove mlx_lm's arguments that are not supported from `options`, a dict.
+
+    Raises ValueError if one is not None, and as `check_values`.
+    """
+    check_values(options)
     for name in ELSEWHERE.keys() & options.keys():
         if options.pop(name) is not None:
             raise ValueError(f"{name}: not taken here; {ELSEWHERE[name]}")
 
 
-def check_model(model: Any) -> None:
-    """Raise ValueError for a model that mlx_mtp did not load."""
+def check_values(options: dict[str, Any]) -> None:
+    """Raise ValueError for the first option that OPTIONS does not allow; other options are not checked."""
+    check_options(options, OPTIONS)
+
+
+def check_call(model: Any, options: dict[str, Any]) -> None:
+    """Raise ValueError for a model that mlx_mtp did not load, and as `check_values`."""
     if not hasattr(model, "no_hidden"):
         raise ValueError("model: mlx_mtp did not load it (mlx_lm leaves out MTP heads); use mlx_mtp.load(path)")
-
-
-def check_numbers(max_tokens: int, chunk: int, seed: int | None, draft_p_min: float) -> None:
-    """Raise ValueError for the first of these options that is out of range or no number.
-
-    All but draft_p_min must be integers. chunk: the option prefill_step_size.
-    """
-    for name, value, least in (("max_tokens", max_tokens, -1), ("prefill_step_size", chunk, 1)):
-        if not _is_integer(value) or value < least:
-            raise ValueError(f"{name}={value!r}: allowed is {least} or more, as an integer")
-    if max_tokens > MOST_POSITIONS:
-        raise ValueError(f"max_tokens={max_tokens}: allowed is at most {MOST_POSITIONS}, or -1 for no limit")
-    if seed is not None and not (_is_integer(seed) and 0 <= seed < 2**63):
-        raise ValueError(f"seed={seed!r}: allowed is 0 to 2**63 - 1, as an integer")
-    if not isinstance(draft_p_min, Real) or not 0 <= draft_p_min <= 1:
-        raise ValueError(f"draft_p_min={draft_p_min!r}: allowed is between 0 and 1")
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    check_values(options)
 
 
 def check_sampling(sampling: Sampling, sampler: Sampler | None, mode: str) -> None:
@@ -223,11 +213,10 @@ def cache_for(
 
 
 def checked_chunk(model: Target, sampling: Sampling, sampler: Sampler | None, mode: str, chunk: int | None) -> int:
-    """Return the tokens per prefill chunk, `chunk` or the model's default, after checking model and sampling options.
+    """Return the tokens per prefill chunk, `chunk` or the model's default, after checking sampling options.
 
-    Raises ValueError for a model that mlx_mtp did not load, or invalid sampling options; `chunk` is not checked.
+    Raises ValueError for invalid sampling options; `chunk` is not checked.
     """
-    check_model(model)
     sampling.validate(model.vocab_size)
     check_sampling(sampling, sampler, mode)
     return default_chunk(model) if chunk is None else chunk
@@ -238,8 +227,10 @@ def ends(
 ) -> tuple[Constraint | None, frozenset[int]]:
     """Return the compiled grammar, or None, and the ids of the tokens that end a generation.
 
-    These are `stop_tokens` and, with a grammar, its end-of-text tokens. Raises ValueError as `compiled`.
+    These are `stop_tokens` and, with a grammar, its end-of-text tokens. Raises ValueError as `compiled`, and for
+    stop_tokens that are no token ids.
     """
+    check("stop_tokens", stop_tokens, Tokens())
     constraint = compiled(grammar, None, vocab_size) if grammar else None
     return constraint, frozenset([*stop_tokens, *(constraint.eos if constraint else ())])
 

@@ -7,7 +7,6 @@ before it and on nothing else, so that a seed gives the same tokens with any dra
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from sys import float_info
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +15,9 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
 from ..grammar import Matcher
 from ..layers.target import Target
+from ..machine.ranges import PART, Range, check
 from .masks import masked
+from .ranges import TEMPERATURE
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -39,25 +40,18 @@ class Sampling:
 
     def validate(self, vocab_size: int) -> None:
         """Raise a ValueError that names the first option out of range."""
+        tokens = Range(f"token ids from 0 to {vocab_size - 1}, below the vocabulary's size", 0, vocab_size - 1)
         ranges = {
-            "temp": (0 <= self.temp <= float_info.max, "0 or more, as a finite float"),
-            "top_p": (0 <= self.top_p <= 1, "between 0 and 1"),
-            "top_k": (0 <= self.top_k < vocab_size, f"0 (off) to {vocab_size - 1}, below the vocabulary's size"),
-            "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
-            "min_tokens_to_keep": (
-                1 <= self.min_tokens_to_keep <= vocab_size,
-                f"1 to {vocab_size}, the vocabulary's size",
-            ),
-            "xtc_probability": (0 <= self.xtc_probability <= 1, "between 0 and 1"),
-            "xtc_threshold": (0 <= self.xtc_threshold <= 0.5, "between 0 and 0.5"),
-            "xtc_special_tokens": (
-                self.xtc_probability == 0 or all(0 <= token < vocab_size for token in self.xtc_special_tokens),
-                f"token ids from 0 to {vocab_size - 1}, below the vocabulary's size",
-            ),
+            "temp": TEMPERATURE,
+            **dict.fromkeys(("top_p", "min_p", "xtc_probability"), PART),
+            "top_k": Range(f"0 (off) to {vocab_size - 1}, below the vocabulary's size", 0, vocab_size - 1),
+            "min_tokens_to_keep": Range(f"1 to {vocab_size}, the vocabulary's size", 1, vocab_size),
+            "xtc_threshold": Range("between 0 and 0.5", 0, 0.5, False),
         }
-        for name, (good, allowed) in ranges.items():
-            if not good:
-                raise ValueError(f"{name}={getattr(self, name)}: allowed is {allowed}")
+        for name, allowed in ranges.items():
+            check(name, getattr(self, name), allowed)
+        if self.xtc_probability and not all(map(tokens.fits, self.xtc_special_tokens)):
+            raise ValueError(f"xtc_special_tokens={self.xtc_special_tokens}: allowed is {tokens.words}")
 
     @property
     def greedy(self) -> bool:

@@ -13,6 +13,11 @@ _TYPE = re.compile(
     r"\b(?:struct|class|union|enum\s+class|enum)\s+(\w+)|\busing\s+(\w+)\s*=|\btypedef\s[^;]*?\b(\w+)\s*(?:\[[^\]]*\])?;"
 )
 _MACRO = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)", re.MULTILINE)
+# Metal declares types of these names, which are incomplete.
+_NUMBERS = "bool|u?char|u?short|u?int|u?long|half|bfloat|float"
+_INCOMPLETE = re.compile(
+    rf"(?:packed_|vector_)?(?:(?:{_NUMBERS})(?:8|16)|(?:double|quad|u?llong)(?:[234]|8|16))|quad|u?llong|complex|imaginary"
+)
 _INTERNAL = re.compile(
     r"_|name_|static_assert$|bool_vec$|packed_vec$|made$|Lanes$"
 )  # internal names of the declarations
@@ -47,5 +52,5 @@ def collisions(text: str, expanded: str, names: set[str]) -> Iterator[tuple[str,
     macros = ((text, found.start(1), found[1]) for found in _MACRO.finditer(without_comments(text)))
     others = ((expanded, index, name) for index, name in definitions(without_comments(expanded)))
     for where, index, name in (*macros, *others):
-        if name in names:
+        if name in names or _INCOMPLETE.fullmatch(name):
             yield where, index, f"{name} is also a name of Metal's library or of MLX's preamble; rename it"

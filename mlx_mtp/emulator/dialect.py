@@ -143,9 +143,14 @@ def with_unknown_numbers(translated: str) -> str:
     return _NUMBER.sub(lambda m: f"declared::number({m[0]})", translated)
 
 
+def plain_instance(text: str) -> str:
+    """Return a text whose kernel is instantiated without Metal's attributes, which are no C++."""
+    return _INSTANCE.sub("template", text)
+
+
 def to_opencl(text: str) -> str:
     """Translate Metal source, macros expanded, to C++ for OpenCL that should compile if Metal accepts the source."""
-    text = _INSTANCE.sub("template", without_comments(text))
+    text = plain_instance(without_comments(text))
     text = _TO_BFLOAT.sub("declared::to_bfloat(", text)
     text = _BFLOAT_LITERAL.sub(r"bfloat(\1f)", text)
     text = _with_uncalled(text)

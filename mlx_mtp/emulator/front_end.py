@@ -1,9 +1,9 @@
 """Check Metal texts on Linux with clang's front end for C++ for OpenCL, from which Metal's was forked.
 
 It parses a text after declarations of Metal's library that contain only what the specification lists (`strict/`).
-Separate checks of the text find constructs that OpenCL accepts and Metal refuses. So it reports errors of address
-spaces, types, names and overloads. It is not Apple's compiler: a text that passes here may fail there, and registers,
-pipelines and results are not checked.
+A pass as C++14 (`cxx14.py`) and checks of the text find what OpenCL accepts and Metal refuses. So it reports errors
+of address spaces, types, names and overloads, and what needs C++17. It is not Apple's compiler: a text that passes
+here may fail there, and registers, pipelines and results are not checked.
 """
 
 import functools
@@ -11,7 +11,8 @@ import re
 
 from .call_graph import may_recurse, recursions
 from .collisions import collisions, library_names
-from .dialect import to_opencl, with_unknown_numbers
+from .cxx14 import beyond_cxx14
+from .dialect import plain_instance, to_opencl, with_unknown_numbers
 from .findings import Finding, place
 from .opencl import STRICT, Diagnostic, Spaces, expanded, library_text, read
 from .text_checks import checked
@@ -50,6 +51,7 @@ def check(text: str, name: str = "program_source", preamble: bool = True) -> lis
     if "bfloat" in text:
         _, messages = read(with_unknown_numbers(translated), name, "generic", preamble=preamble)
         found += [_finding(each) for each in messages if each.warning and _counts(each, "generic")]
+    found += [_finding(each) for each in beyond_cxx14(plain_instance(code), name)]
     found += [Finding(*place(where, at, name), message) for where, at, message in collisions(text, code, _names())]
     return sorted({*found, *checked(code, name)})
 

@@ -54,7 +54,7 @@ class _Launch(c.Structure):
         *_each(c.c_void_p, "entry", "image_low", "image_high"),
         *_each(c.c_uint64, "max_steps"),
         *_each(c.c_uint32 * 3, "grid", "group"),
-        *_each(c.c_uint32, "order", "races", "none_orders", "traffic", "buffers"),
+        *_each(c.c_uint32, "order", "races", "initialised", "none_orders", "traffic", "buffers"),
         *_each(c.c_uint64, "steps", *TOTALS),
         *_each(Fault, "fault", "earlier"),
     ]
@@ -122,6 +122,7 @@ def run(
         group=(c.c_uint32 * 3)(*threadgroup),
         order=ORDERS[options.order] if isinstance(options.order, str) else options.order,
         races="races" not in options.allow,
+        initialised="uninitialised" not in options.allow,
         none_orders="mem_none" in options.allow,
         traffic=options.traffic,
         buffers=len(buffers),

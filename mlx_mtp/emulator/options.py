@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-ALLOWABLE = ("races", "unwritten", "mem_none")
+ALLOWABLE = ("races", "unwritten", "uninitialised", "mem_none")
 ORDERS = {"forward": 0, "reverse": 1}
 CONTRACTIONS = {"off": [], "on": ["-mfma"], "fast": ["-mfma"]}  # with clang's flags on x86-64
 
@@ -12,10 +12,11 @@ CONTRACTIONS = {"off": [], "on": ["-mfma"], "fast": ["-mfma"]}  # with clang's f
 class EmulatorOptions:
     """Options of emulated launches; ValueError for an unknown value.
 
-    `allow` names faults to ignore: "races"; "unwritten" output elements, which then hold bytes of 0xff; "mem_none":
-    barriers with `mem_flags::mem_none` then order memory. `order` of threads and threadgroups is "forward", "reverse"
-    or a seed from 2 to 2^32 - 1. A thread may run `max_steps` blocks of code. `optimize` and `fp_contract` are
-    clang's options. traffic: whether accesses are counted. function_constants: values by name.
+    `allow` names faults to ignore: "races"; "unwritten" output elements, which then hold bytes of 0xff;
+    "uninitialised" memory, which may then be read; "mem_none": barriers with `mem_flags::mem_none` then order memory.
+    `order` of threads and threadgroups is "forward", "reverse" or a seed from 2 to 2^32 - 1. A thread may run
+    `max_steps` blocks of code. `optimize` and `fp_contract` are clang's options. traffic: whether accesses are
+    counted. function_constants: values by name.
     """
 
     allow: frozenset[str] | set[str] | tuple[str, ...] = ()

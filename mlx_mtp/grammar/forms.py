@@ -1,7 +1,7 @@
 """Create grammars: immutable objects that `generate` and the other functions take as `grammar=`."""
 
 import json as json_text
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
@@ -9,9 +9,12 @@ from typing import Any
 from ..machine.errors import first_line
 from .equivalent import equivalent
 from .library import llguidance
+from .names import NO_NUMBERED_ESCAPES, unaliased
+from .schema_paths import path_in
 
 SPACES = r"[\x20\x0A\x0D\x09]"  # JSON's white space
-MOST_SPACES = 4  # between two tokens of JSON by default: without a limit a model can write spaces for ever
+# The default separators of items and keys, as patterns. Without a limit a model can write spaces for ever.
+SEPARATORS = (", ?", ": ?")
 STYLES = ((", ", ": "), (",", ":"))  # (item, key) separators that `json.dumps` and compact writers use
 STRICT = {
     "coerce_one_of": False,
@@ -19,6 +22,8 @@ STRICT = {
     "json_allowed_escapes": None,
     "json_allow_general_unicode_escapes": False,
 }
+ONE_OF = "the schemas of oneOf may accept the same value; allowed are schemas that exclude each other, or anyOf"
+Whitespace = int | str | Sequence[str] | None
 
 
 @dataclass(frozen=True)
@@ -40,23 +45,30 @@ class Grammar:
         return self if self.tokenizer is not None else replace(self, tokenizer=tokenizer)
 
 
-def json_schema(schema: Any, *, whitespace: int | str | None = MOST_SPACES, tokenizer: Any = None) -> Grammar:
+def json_schema(schema: Any, *, whitespace: Whitespace = SEPARATORS, tokenizer: Any = None) -> Grammar:
     """Return the grammar of JSON values that a JSON schema (draft 2020-12) accepts, keys in the schema's order.
 
-    schema: a dict, its JSON text, or True for any value. Raises ValueError, with the reason, for a schema that cannot
-    be enforced exactly, and for an invalid `whitespace`. `x-guidance` is ignored, and no `$ref` is fetched.
-    whitespace: between the tokens of JSON: an int is the maximum number of characters, 0 is none; a str is a regular
-    expression of it, and there may also be none; None means none but in the separators ", " and ": ", as `json.dumps`
-    writes them. Before and behind the value there is none.
+    schema: a dict, its JSON text, or True for any value. Annotations are ignored, and no `$ref` is fetched.
+    whitespace: a pair has the regular expressions of the separators of items and of keys, with no other white space;
+    the default allows one space behind each. An int is the maximum number of characters between any two tokens of
+    JSON, 0 is none; a str is a regular expression of it, and there may also be none; None means exactly the
+    separators ", " and ": ", as `json.dumps` writes them. Before and behind the value there is none.
+    Raises ValueError, "json_schema<path of the keyword>: <reason>", for a schema that cannot be enforced exactly, and
+    for an invalid `whitespace`.
     """
-    text, styles = _json_texts(parsed(schema), whitespace)
-    return _checked(Grammar(text, "json_schema", styles, tokenizer))
+    schema = parsed(schema)
+    own, styles = _spacings(whitespace)
+    text, *others = _texts(schema, [own, *styles])
+    try:
+        return _checked(Grammar(text, "json_schema", tuple(others), tokenizer))
+    except ValueError as e:
+        reason = str(e).removeprefix("json_schema: ")
+        raise ValueError(f"json_schema{path_in(schema, reason)}: {reason}") from None
 
 
-def json(*, whitespace: int | str | None = MOST_SPACES, tokenizer: Any = None) -> Grammar:
+def json(*, whitespace: Whitespace = SEPARATORS, tokenizer: Any = None) -> Grammar:
     """Return the grammar of any JSON value. whitespace: as in `json_schema`."""
-    text, styles = _json_texts({}, whitespace)
-    return _checked(Grammar(text, "json", styles, tokenizer))
+    return replace(json_schema({}, whitespace=whitespace, tokenizer=tokenizer), name="json")
 
 
 def regex(pattern: str, *, tokenizer: Any = None) -> Grammar:
@@ -98,7 +110,7 @@ def parsed(schema: Any) -> dict[str, Any]:
     return schema
 
 
-def composed(write: Callable[[dict[str, Any]], str], name: str, *, whitespace: int = MOST_SPACES) -> Grammar:
+def composed(write: Callable[[dict[str, Any]], str], name: str, *, whitespace: Whitespace = SEPARATORS) -> Grammar:
     """Return the grammar of a Lark text that contains JSON; ValueError if llguidance refuses it.
 
     write: returns the Lark text, given llguidance's options for its JSON; it is called with those of `whitespace` (as
@@ -131,16 +143,7 @@ def _either(*texts: str) -> str:
     return json_text.dumps({"grammars": [{"lark_grammar": start}, *found]})
 
 
-def _json_texts(schema: dict[str, Any], whitespace: int | str | None) -> tuple[str, tuple[str, ...]]:
-    """Return (llguidance's JSON of a schema, its JSON with the separators of each of STYLES).
-
-    The second is () if `whitespace` leaves no choice of style.
-    """
-    own, styles = _spacings(whitespace)
-    return _text(schema, own), tuple(_text(schema, style) for style in styles)
-
-
-def _spacings(whitespace: int | str | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _spacings(whitespace: Whitespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return llguidance's options for white space, and a list of the options for each of STYLES.
 
     The list is empty if the first options leave no choice of style (0 or None). Raises ValueError for other values
@@ -157,21 +160,37 @@ def _spacings(whitespace: int | str | None) -> tuple[dict[str, Any], list[dict[s
         own["whitespace_pattern"] = whitespace
     elif isinstance(whitespace, int) and whitespace > 0:
         own["whitespace_pattern"] = f"{SPACES}{{1,{int(whitespace)}}}"
+    elif isinstance(whitespace, Sequence) and len(whitespace) == 2 and all(isinstance(e, str) for e in whitespace):
+        own = {"item_separator": whitespace[0], "key_separator": whitespace[1], **fixed}
     else:
-        raise ValueError(f"whitespace={whitespace!r}: allowed are 0 or more, a regular expression, or None")
-    return own, styles if own["whitespace_flexible"] else []
+        allowed = "0 or more, a regular expression, a pair of them, and None"
+        raise ValueError(f"whitespace={whitespace!r}: allowed are {allowed}")
+    return own, [] if own in styles else styles
 
 
-def _text(schema: dict[str, Any], spaces: dict[str, Any]) -> str:
-    """Return llguidance's JSON of a schema; ValueError if llguidance refuses it.
+def honoured(schema: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return (a schema, options) with which llguidance enforces a schema exactly. The options go before others.
 
-    spaces: llguidance's options for white space. All options are overrides: those in the schema change nothing.
+    Raises ValueError, "json_schema<path of the keyword>: <reason>", if it cannot.
+    """
+    try:
+        found, no_numbers = unaliased(equivalent(schema))
+    except RecursionError:
+        raise ValueError("json_schema: nested too deeply") from None
+    except ValueError as e:
+        raise ValueError(f"json_schema{first_line(e)}") from None
+    return found, {"json_allowed_escapes": NO_NUMBERED_ESCAPES} if no_numbers else {}
+
+
+def _texts(schema: dict[str, Any], spacings: Sequence[dict[str, Any]]) -> list[str]:
+    """Return llguidance's JSON of a schema, once for each of its options for white space.
+
+    All options are overrides: those in the schema change nothing. Raises ValueError if llguidance refuses the schema.
     """
     make = llguidance().LLMatcher.grammar_from_json_schema
+    found, options = honoured(schema)
     try:
-        own = equivalent(schema)
-        own.pop("x-guidance", None)
-        return make(own, overrides={**STRICT, **spaces})
+        return [make(found, overrides={**STRICT, **spaces, **options}) for spaces in spacings]
     except (ValueError, TypeError, RecursionError) as e:
         raise ValueError(f"json_schema: {first_line(e)}") from None
 
@@ -185,8 +204,10 @@ def _checked(grammar: Grammar) -> Grammar:
 
 
 def _reason(error: str) -> str:
-    """Return the first line of llguidance's error message; of a pattern's, the pattern's start and what is wrong."""
-    first, *rest = error.strip().splitlines()
+    """Return the first line of llguidance's error message, of a pattern's its start and what is wrong."""
+    first, *rest = error.strip().replace("json-schema:///", "").splitlines()
+    if "coerce_one_of" in first:
+        return ONE_OF
     wrong = next((line.removeprefix("error: ") for line in rest if line.startswith("error: ")), "")
     if "regex parse error" not in first or not wrong:
         return first

@@ -1,7 +1,8 @@
 """Run a kernel alone at its first launch, before a model's graph depends on it.
 
 MLX compiles a launch's text when it evaluates the graph. A text that Metal refuses therefore fails the whole graph,
-with the caches that it writes in place. A launch on zeros compiles the same text.
+with the caches that it writes in place. A launch on zeros compiles the same text. Sizes and other numbers that
+the host wrote (`keep`) are no zeros: with a size of 0 kernels would divide by zero and leave their arrays.
 """
 
 import functools
@@ -51,7 +52,8 @@ def _both(kind: type[Exception]) -> type[KernelRefused]:
 class Launch(NamedTuple):
     """A kernel launch that can be run again on zeros.
 
-    inputs: those of the call; `note` replaces each array by its (shape, dtype). how: the other arguments of the call.
+    inputs: those of the call; `note` replaces arrays, but those of `keep`, by (shape, dtype). how: the call's other
+    arguments.
     maker, call: the `mx.fast.metal_kernel` that made the kernel, MLX's or the emulator's, and the kernel.
     ran: every variant with which the kernel's text has run; one set per text.
     """
@@ -93,7 +95,14 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _known: dict[tuple[Key, int], Launch] = {}  # launches that have run
+_kept: dict[int, mx.array] = {}  # the arrays of `keep`, by id
 listeners: list[list[Key]] = []  # lists of nested `launched`, the innermost last
+
+
+def keep(array: mx.array) -> mx.array:
+    """Return `array`, whose values `run_new` will not replace by zeros; it is never released."""
+    _kept[id(array)] = array
+    return array
 
 
 def is_noted(key: Key, ran: set[tuple[object, ...]]) -> bool:
@@ -106,7 +115,7 @@ def is_noted(key: Key, ran: set[tuple[object, ...]]) -> bool:
 
 
 def note(launch: Launch) -> None:
-    """Keep a launch for this thread's `run_new`, with its arrays' shapes and dtypes instead of the arrays.
+    """Keep a launch for this thread's `run_new`: its arrays of `keep`, and the shapes and dtypes of the others.
 
     Inside `launched` only its key is added to the innermost list. Outside, a kernel that has run when its call
     returns, as the emulator's, is marked as run instead of kept.
@@ -116,8 +125,9 @@ def note(launch: Launch) -> None:
     elif getattr(launch.call, "runs_at_once", False):
         launch.ran.add(launch.key[1])
     else:
-        shapes = [(x.shape, x.dtype) if isinstance(x, mx.array) else x for x in launch.inputs]
-        _thread.new[launch.text] = launch._replace(inputs=shapes)
+        replaced = [isinstance(x, mx.array) and id(x) not in _kept for x in launch.inputs]
+        inputs = [(x.shape, x.dtype) if each else x for x, each in zip(launch.inputs, replaced, strict=True)]
+        _thread.new[launch.text] = launch._replace(inputs=inputs)
 
 
 @contextmanager

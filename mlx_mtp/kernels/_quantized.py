@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -44,10 +43,6 @@ class Quantized:
     mode: str
     ends: tuple[int, ...]
     bias: mx.array | None = None
-
-    @cached_property
-    def ends_array(self) -> mx.array:
-        return mx.array(self.ends)
 
     @property
     def format(self) -> dict[str, Any]:

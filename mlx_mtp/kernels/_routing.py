@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ._source import DTYPES, launch
+from ._source import DTYPES, constants, launch
 
 MOST_EXPERTS, MOST_TOP_K, MOST_ROWS = 512, 32, 16
 FEW_ROWS = 8  # up to this number of rows kernels have less memory
@@ -45,11 +45,11 @@ class Routing:
 
     @cached_property
     def sizes(self) -> mx.array:
-        return mx.array([self.top_k, self.n_group, self.topk_group, int(self.norm)], mx.int32)
+        return constants(mx.int32, self.top_k, self.n_group, self.topk_group, int(self.norm))
 
     @cached_property
     def numbers(self) -> mx.array:
-        return mx.array([self.eps, self.scale], mx.float32)
+        return constants(mx.float32, self.eps, self.scale)
 
     def check(self, experts: int) -> None:
         """Raise ValueError if top_k exceeds `experts`, or they cannot form n_group > 1 equal groups of at least 2."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ._first_launch import KernelRefused, Launch, Refusal, is_noted, listeners, note
+from ._first_launch import KernelRefused, Launch, Refusal, is_noted, keep, listeners, note
 from ._text import kernel_text
 from .contraction import SPELLINGS, kernel_spelling
 
@@ -94,8 +94,11 @@ def _made(
 
 @functools.cache
 def constants(dtype: mx.Dtype, *values: float) -> mx.array:
-    """Return an array [len(values)] of the values, created once; launches of every layer and step read it."""
-    return mx.array(values, dtype)
+    """Return an array [len(values)] of the values, created once; launches of every layer and step read it.
+
+    Sizes, layouts and options must be passed this way: a kernel's first launch then has their values (`keep`).
+    """
+    return keep(mx.array(values, dtype))
 
 
 def check_tape(tape: Any, accepted: Maybe) -> None:

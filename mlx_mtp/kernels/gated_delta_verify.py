@@ -64,7 +64,7 @@ def gated_delta_verify(
     (B, Hv, Dv, Dk), g = state.shape, rows[2]
     packed = Dk == 128 and Dv % 8 == 0 and g.ndim == 3 and g.dtype == mx.float32
     if tape is None or accepted is None:
-        tape, accepted = rows, mx.array([0])  # none of these rows is accepted
+        tape, accepted = rows, constants(mx.int32, 0)  # none of these rows is accepted
     taped = {f"tape_{name}": x for name, x in zip(NAMES, tape, strict=True)}
     inputs = {"state": state, **taped, "accepted": accepted, "last": constants(mx.int32, int(last)), "q": q}
     y, state = launch(

@@ -65,7 +65,7 @@ class Rope:
             return self.freqs.astype(mx.float32)
         assert self.base is not None
         (base,) = struct.unpack("f", struct.pack("f", self.base))  # in MLX's precision
-        return mx.array([math.log2(base)], mx.float32)
+        return constants(mx.float32, math.log2(base))
 
 
 def norm_rope_ref(

@@ -36,7 +36,7 @@ def verify_qmm(x: mx.array, weights: Quantized, *, split: bool = False) -> list[
         return verify_qmm_ref(x, weights)
     x, bias = x.astype(weights.dtype(x)), weights.bias
     added = bias is not None and bias.dtype == x.dtype
-    more = {"ends": weights.ends_array, "bias": bias if added else x}
+    more = {"ends": constants(mx.int32, *weights.ends), "bias": bias if added else x}
     y = multiply("verify_qmm", x, weights, columns=weights.ends[-1], more=more, template={"BIAS": added}, split=split)
     products = parts(y, x, weights)
     return products if added else biased(products, weights)

@@ -8,7 +8,7 @@ its weights and the GPU's sum of eight products, not on other rows or stacked li
 import mlx.core as mx
 
 from ._quantized import Quantized, arrays, biased, check_columns, format_template, parts, supported
-from ._source import launch, on_metal
+from ._source import constants, launch, on_metal
 from .verify_qmm import verify_qmm_ref
 
 SIDE = 8  # rows and columns of a matrix
@@ -33,7 +33,7 @@ def verify_qmm_mma(x: mx.array, weights: Quantized) -> list[mx.array]:
     blocks = min(-(-m // SIDE), MOST_BLOCKS)
     (y,) = launch(
         "verify_qmm_mma",
-        {**arrays(weights, flat.dtype), "x": flat, "ends": weights.ends_array},
+        {**arrays(weights, flat.dtype), "x": flat, "ends": constants(mx.int32, *weights.ends)},
         {"y": ((m * n,), flat.dtype)},
         template={**format_template(weights, flat.dtype), "TILES": tiles, "BLOCKS": blocks},
         grid=(32 * -(-m // (SIDE * blocks)), SPLIT * -(-n // (SIDE * tiles)), 1),

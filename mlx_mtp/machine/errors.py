@@ -1,10 +1,16 @@
 """Format errors for users: one line with the file and, if an extra is missing, the command that installs it."""
 
 import errno
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from os.path import expanduser
 from pathlib import Path
+from tempfile import gettempdir
 
+QUOTED = re.compile(r"(['\"`])~?/(?:[^'\"`]*/)?")  # the directories of a path in quotes, which may contain spaces
+DIRECTORIES = re.compile(r"(?<![\w.:/<])~?/(?:[^\s'\"`,;:()<>/]+/)*(?=\w)")
+BELOW = r"(?:[^'\"`:;,()/\n]*[^\s'\"`:;,()/]/)*"  # directories below a known one
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # disk full, quota exceeded, file too large
 
 
@@ -17,6 +23,19 @@ def with_type(e: BaseException) -> str:
     """Return an exception's type and the first line of its message, if any: "KeyError: 'name'"."""
     line, kind = first_line(e), type(e).__name__
     return kind if line == kind else f"{kind}: {line}"
+
+
+def without_directories(text: str, *known: Path) -> str:
+    """Return a message in which each path on this machine is only its last name.
+
+    known: directories that the message may contain; without quotes their names may contain spaces only if they, or
+    the home, working or temporary directory, are known.
+    """
+    text = QUOTED.sub(r"\1", text)
+    for directory in (*known, Path(expanduser("~")), Path.cwd(), Path(gettempdir())):
+        if directory.is_absolute() and directory != Path("/"):
+            text = re.sub(re.escape(f"{directory}/") + BELOW, "", text)
+    return DIRECTORIES.sub("", text)
 
 
 def refusal(e: BaseException) -> str:

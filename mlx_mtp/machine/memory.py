@@ -13,6 +13,7 @@ from pathlib import Path
 import mlx.core as mx
 
 IGNORE = "MLX_MTP_IGNORE_MEMORY"  # any value but "" and "0" disables the memory checks
+SKIP = f"; set {IGNORE}=1 to skip this check"  # the end of a message
 MOUNT = Path("sys/fs/cgroup")
 # Number of buffers at which MLX's Metal allocator raises: `iogpu.rsrc_limit`, else this (device_info:
 # resource_limit).
@@ -165,7 +166,7 @@ def check_room(what: str, needed: int, *, ignore: bool, largest: Callable[[int],
         free = f"{in_gb(have.bytes)} GB available ({have.limit})"
         fits = f"; {largest(have.bytes)} tokens in all fit" if largest else ""
         needs = f"{what} {in_gb(needed)} GB needed in addition to the model"
-        raise ValueError(f"{needs}, {free}{fits}; set {IGNORE}=1 to skip this check")
+        raise ValueError(f"{needs}, {free}{fits}{SKIP}")
 
 
 def in_gb(size: int) -> str:

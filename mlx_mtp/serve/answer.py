@@ -122,9 +122,13 @@ class Splitter:
     def _at_start(self, complete: bool | None) -> list[Part] | None:
         """Choose whether reasoning, a call or content starts the answer; return [], or None if more text is needed.
 
-        Reasoning starts with its mark, which is dropped; a call may lack its mark, and is held.
+        Reasoning starts with its mark, which is dropped; a call may lack its mark, and is held. After more than
+        MOST_UNCERTAIN characters of white space the answer starts with content.
         """
         text = self._text.lstrip()
+        if len(self._text) - len(text) > MOST_UNCERTAIN:
+            self._step = self._in_content
+            return []
         waits = complete is None and not self._first(self._text, self._stops)[1]
         if self._think_start and waits and self._think_start.startswith(text):
             return None

@@ -13,7 +13,7 @@ from ..checkpoint.gguf.inspect import inspect_gguf
 from ..checkpoint.inspect import Inspection, inspect_checkpoint
 from ..checkpoint.library import Place, below
 from ..decoding.memory_needs import LONGEST, UNCHECKED
-from ..machine.errors import first_line
+from ..machine.errors import first_line, without_directories
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "tokenizer_config.json")
 
@@ -49,6 +49,11 @@ class Offer:
     def called(self, name: str) -> "Offer":
         """Return the same model under another name."""
         return replace(self, name=name)
+
+    @property
+    def shown_problem(self) -> str:
+        """`problem` for clients: of a path on the server only the last name."""
+        return without_directories(self.problem, self.path.parent)
 
     @property
     def digest(self) -> str:

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from ..cache.prompt_cache import PromptCache
-from ..machine.errors import first_line, with_type
+from ..machine.errors import first_line, with_type, without_directories
 from .job import Failed, Interrupted, Job
 
 log = logging.getLogger("mlx_mtp.serve")
@@ -30,9 +30,12 @@ def closed(steps: Any) -> PromptCache | None:
 
 
 def failed_by(error: BaseException) -> Failed:
-    """Convert an exception to an event: status 400 for a ValueError, which the request caused; else log it, 500."""
+    """Convert an exception to an event: status 400 for a ValueError, which the request caused; else log it, 500.
+
+    Paths on the server are left out, except their last names.
+    """
     if isinstance(error, ValueError):
-        return Failed(400, first_line(error))
+        return Failed(400, without_directories(first_line(error)))
     with contextlib.suppress(BaseException):
         log.error("a request failed", exc_info=error)
-    return Failed(500, with_type(error))
+    return Failed(500, without_directories(with_type(error)))

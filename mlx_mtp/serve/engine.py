@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from ..cache.prompt_cache import PromptCache
 from ..cache.prompt_prefix import shared
-from ..machine.errors import with_type
+from ..machine.errors import with_type, without_directories
 from ..machine.stream import in_turn
 from .endings import closed, failed_by, must_end
 from .failures import dropped
@@ -179,7 +179,7 @@ class Engine:
     def _fail_queued(self, error: BaseException) -> None:
         """End all queued jobs with status 503, because the model could not be loaded again."""
         log.error("the model was not loaded again", exc_info=error)
-        failed = Failed(503, f"the model cannot be loaded: {with_type(error)}")
+        failed = Failed(503, without_directories(f"the model cannot be loaded: {with_type(error)}"))
         for _ in range(len(self._queue)):  # for a later request the model is loaded again
             self._end(self._queue.popleft(), None, failed)
 

@@ -2,23 +2,27 @@
 
 import difflib
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
+from .field_sizes import check_size
 from .fields import Refused
 
 APIS = ("chat", "completions", "responses", "messages")
-TREATMENTS = {"h": "honoured", "i": "ignored hint", "r": "refused", "-": "unknown"}
-NEUTRAL = (None, False, [], {}, "")  # values that a refused field may have
+TREATMENTS = {"h": "honoured", "i": "ignored hint", "w": "warning", "r": "refused", "-": "unknown"}
+NEUTRAL = (None, False, [], {}, "")  # values that ask for nothing: they are neither refused nor named in a warning
 FORMATS = "type text, json_object or json_schema"
 SCHEMA = "use `response_format` or vLLM's `guided_json`, `guided_regex`, `guided_grammar`, `guided_choice`"
 STORED = "nothing is stored; send the whole conversation"
+MOST_NAMED = 20  # unknown fields that warnings name: the search for similar names takes about a millisecond each
 
 
 class Field(NamedTuple):
     """A request field and its treatment by each API.
 
     letters: of TREATMENTS, one for each of APIS. note: for documentation, and the error of a refused field.
-    neutral: values that a refused field may have, in addition to NEUTRAL.
+    neutral: values that ask for nothing, in addition to NEUTRAL.
     """
 
     letters: str
@@ -49,14 +53,14 @@ FIELDS: dict[str, Field] = {
     "stream_options": Field("hhi-"),
     "stream_options.include_usage": Field("hhi-"),
     **_alike("iii-", "stream_options.include_obfuscation stream_options.continuous_usage_stats"),
-    "return_progress": Field("hh--", "a streamed chunk with `prompt_progress` after each chunk of the prefill"),
+    "return_progress": Field("hhii", "a streamed chunk with `prompt_progress` after each chunk of the prefill"),
     # Number and length of choices
     "n": Field("hh--"),
     "best_of": Field("-h--", "must equal `n`"),
     "max_tokens": Field("hhhh", "-1: no limit; values that do not fit are reduced"),
     "max_completion_tokens": Field("h---", "as `max_tokens`"),
     "max_output_tokens": Field("--h-", "as `max_tokens`"),
-    "n_predict": Field("hh--", "as `max_tokens`"),
+    "n_predict": Field("hhhh", "as `max_tokens`"),
     "min_tokens": Field("hhhh", "no end-of-text or stop token before; stop strings still end the answer"),
     "ignore_eos": Field("hhhh", "no end-of-text token"),
     "stop": Field("hhh-", "a string or up to 64 of them"),
@@ -85,9 +89,8 @@ FIELDS: dict[str, Field] = {
     "tools": Field("h-hh", "functions; other types next to them are left out, with a warning"),
     "tool_choice": Field("h-hh", "auto, none, required (any), a tool, allowed_tools; forced calls fit their schemas"),
     "tool_choice.type": Field("h-hh"),
-    "tool_choice.name": Field("--hh"),
-    **_alike("h---", "tool_choice.function tool_choice.allowed_tools"),
-    **_alike("--h-", "tool_choice.mode tool_choice.tools"),
+    "tool_choice.name": Field("h-hh"),
+    **_alike("h-h-", "tool_choice.function tool_choice.allowed_tools tool_choice.mode tool_choice.tools"),
     "tool_choice.disable_parallel_tool_use": Field("---h"),
     "parallel_tool_calls": Field("h-h-", "false: one call"),
     "max_tool_calls": Field("--i-", "limits built-in tools only"),
@@ -96,7 +99,7 @@ FIELDS: dict[str, Field] = {
     "enable_thinking": Field("h-hh"),
     "thinking": Field("h-hh", "an object, or true or false"),
     "thinking.type": Field("h-hh", "enabled, disabled; adaptive and auto: the model's default"),
-    "thinking.budget_tokens": Field("h-hh", "0 switches thinking off; other budgets are ignored"),
+    "thinking.budget_tokens": Field("h-hh", "0 switches thinking off; the header names another one: no effect"),
     **_alike("i-ii", "thinking.display thinking.clear_thinking"),
     "think": Field("h-hh", "true, false, or a reasoning effort"),
     "reasoning_effort": Field("h-hh", "none switches thinking off; other values go to templates that read them"),
@@ -104,11 +107,12 @@ FIELDS: dict[str, Field] = {
     "reasoning.effort": Field("h-hh", "as `reasoning_effort`"),
     "reasoning.enabled": Field("h-hh"),
     "reasoning.max_tokens": Field("h-hh", "as `thinking.budget_tokens`"),
-    **_alike("i-ii", "reasoning.exclude reasoning.summary reasoning.generate_summary"),
+    "reasoning.exclude": Field("w-ww"),
+    **_alike("i-ii", "reasoning.summary reasoning.generate_summary"),
     **_alike("i-ii", "reasoning.context reasoning.mode include_reasoning"),
     **_alike(
         "h-hh",
-        "thinking_budget reasoning_budget thinking_budget_tokens thinking_token_budget",
+        "thinking_budget reasoning_budget thinking_budget_tokens thinking_token_budget max_thinking_tokens",
         "as `thinking.budget_tokens`",
     ),
     # Structured output
@@ -120,14 +124,15 @@ FIELDS: dict[str, Field] = {
     "text.verbosity": Field("--i-"),
     "output_config": Field("---h"),
     "output_config.format": Field("---h", FORMATS),
-    **_alike("---i", "output_config.effort output_config.task_budget"),
+    "output_config.effort": Field("---i"),
+    "output_config.task_budget": Field("---w"),
     "output_format": Field("---h", "as `output_config.format`"),
     "guided_json": Field("hhhh", "a JSON schema, or its text"),
     "guided_regex": Field("hhhh", "a regular expression in Rust's syntax"),
     "guided_choice": Field("hhhh", "a list of texts, one of which is the answer"),
     "guided_grammar": Field("hhhh", "a Lark grammar in llguidance's dialect"),
     "structured_outputs": Field("hhhh", "an object with one of json, json_object, regex, choice, grammar"),
-    "guided_whitespace_pattern": Field("hhhh", "a regular expression of white space in JSON; default: at most four"),
+    "guided_whitespace_pattern": Field("hhhh", "a regular expression; default: at most one space behind , and :"),
     **_alike("rrrr", "grammar json_schema regex ebnf structural_tag format guided_decoding", SCHEMA),
     "guided_decoding_backend": Field("iiii", "it is always llguidance"),
     # Other output, and state
@@ -162,7 +167,7 @@ FIELDS: dict[str, Field] = {
     **_alike("---i", "betas billing_policy diagnostics fallback_credit_token fallbacks user_profile_id workspace_id"),
     **_alike("iiii", "provider models route transforms usage keep_alive num_ctx"),
     **_alike("iiii", "kv_transfer_params mm_processor_kwargs"),
-    **_alike("iiii", "cache_prompt id_slot n_keep n_cache_reuse timings_per_token return_progress"),
+    **_alike("iiii", "cache_prompt id_slot n_keep n_cache_reuse timings_per_token"),
     **_alike("iiii", "num_draft_tokens draft_model", "the text is the same"),
     **_alike("iiii", "spaces_between_special_tokens"),
     **_alike(
@@ -177,26 +182,43 @@ PARENTS = {name.partition(".")[0] for name in FIELDS if "." in name}
 
 
 def check_fields(api: str, body: dict[str, Any]) -> list[str]:
-    """Return a list of warnings of unknown fields; raises Refused for a refused field unless its value is neutral.
+    """Return a list of warnings of fields without effect, of unknown ones the first MOST_NAMED by name.
 
-    Members of the objects that FIELDS lists with a dot are checked too. Values of honoured fields are not.
+    Members of the objects that FIELDS lists with a dot are checked too. Of the values of honoured fields only the
+    size is checked. Raises Refused for a refused field unless its value is neutral, and as `check_size`.
     """
+    unknown: list[str] = []
     warnings: list[str] = []
-    for name, value in body.items():
-        _check(api, name, value, name, warnings)
-        if name in PARENTS and isinstance(value, dict):
-            for inner, each in value.items():
-                _check(api, f"{name}.{inner}", each, name, warnings)
-    return warnings
+    for param, given in body.items():
+        treatments = {param: _checked(api, param, given, param)}
+        if treatments[param] == "honoured" and param in PARENTS and isinstance(given, dict):
+            names = ((f"{param}.{inner}", value) for inner, value in given.items())
+            treatments |= {name: _checked(api, name, value, param) for name, value in names}
+        unknown += [name for name, treatment in treatments.items() if treatment == "unknown"]
+        warnings += [f"{name} has no effect" for name, treatment in treatments.items() if treatment == "warning"]
+    return [*warnings, *unknown_names("field", unknown, partial(_suggestion, api))]
 
 
-def _check(api: str, name: str, value: Any, param: str, warnings: list[str]) -> None:
+def unknown_names(kind: str, names: list[str], suggestion: Callable[[str], str] = lambda name: "") -> list[str]:
+    """Return a list of warnings of names that are unknown, the first MOST_NAMED each with its suggestion."""
+    found = [f"unknown {kind} {name[:80]!r} is ignored{suggestion(name)}" for name in names[:MOST_NAMED]]
+    more = len(names) - len(found)
+    return [*found, *([f"{more} more {kind}s are unknown and ignored"] if more else [])]
+
+
+def _checked(api: str, name: str, value: Any, param: str) -> str:
+    """Return a field's treatment; "" for a value that asks for nothing. Raises Refused as `check_fields`.
+
+    param: the body's field; `name` may be a member of its object.
+    """
     field = FIELDS.get(name, UNKNOWN)
     treatment = field.treatment(api)
-    if treatment == "unknown":
-        warnings.append(f"unknown field {name[:80]!r} is ignored{_suggestion(api, name)}")
-    elif treatment == "refused" and value not in (*NEUTRAL, *field.neutral):
+    neutral = treatment in ("refused", "warning") and value in (*NEUTRAL, *field.neutral)
+    if treatment == "refused" and not neutral:
         raise Refused(f"{name}: {field.note or 'not supported; leave it out'}", param=param)
+    if treatment == "honoured" and name == param:
+        check_size(name, value)
+    return "" if neutral else treatment
 
 
 def _suggestion(api: str, name: str) -> str:

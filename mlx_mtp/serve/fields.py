@@ -1,28 +1,32 @@
 """Read and check the values of request fields; an error names the field and the allowed values."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from reprlib import Repr
 from typing import Any
 
-from .forms import Content, joined_contents
 from .frames import Frames
 from .prompts import Marks
 from .tool_calls.call_format import CallFormat
 
 LATEST = ":latest"  # Ollama's tag of a model without one
 MOST_CHOICES, MOST_STOPS, MOST_TOP = 16, 64, 20
-MAX_MESSAGE = 1000  # characters of an error message, which may quote the request
+MOST_CHARACTERS = 8 * 10**6  # of a prompt, or of messages and tools together
+MAX_WORD = 256  # characters of a stop string and of a bad word: their search reads as many before each token
+MAX_MESSAGE = 480  # characters of an error message, which may quote the request
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
 
 class Refused(ValueError):
-    """Raised for a request that is invalid or cannot be served now. The message is cut at MAX_MESSAGE characters.
+    """Raised for a request that is invalid or cannot be served now, with a message of one line, cut at MAX_MESSAGE.
 
     status: of HTTP. param: the name of the invalid field, if there is one. code: OpenAI's error code, or None.
     """
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None):
-        super().__init__(message[:MAX_MESSAGE])
+        super().__init__(" ".join(message[: 2 * MAX_MESSAGE].split())[:MAX_MESSAGE])
         self.status, self.param, self.code = status, param, code
 
 
@@ -103,13 +107,17 @@ class ModelInfo:
         named = after if after in self.adapters and ("*" in self.names or before in self.names) else None
         if name is None:
             return named
-        shown = repr(name)[:80]
         if not isinstance(name, str) or name not in self.adapters:
             allowed = ", ".join(map(repr, self.adapters)) or "none, as the server was started without --adapter-path"
-            raise Refused(f"adapter={shown}: allowed is {allowed}", param="adapter")
+            raise Refused(f"adapter={shown(name)}: allowed is {allowed}", param="adapter")
         if named not in (None, name):
-            raise Refused(f"adapter={shown}: contradicts model={model!r}; send one", param="adapter")
+            raise Refused(f"adapter={shown(name)}: contradicts model={shown(model)}; send one", param="adapter")
         return name
+
+
+def shown(value: Any) -> str:
+    """Return the start of a value's representation, up to 80 characters, for messages; large values cost no more."""
+    return _SHORT.repr(value)[:80]
 
 
 def unknown_model(name: str, listed: Iterable[str], problem: str = "") -> Refused:
@@ -118,7 +126,7 @@ def unknown_model(name: str, listed: Iterable[str], problem: str = "") -> Refuse
     problem: " (reason)" for a model that cannot be served; "" for any other name.
     """
     allowed = ", ".join(repr(each) for each in listed)
-    message = f"model={repr(name)[:80]}{problem}: allowed is {allowed}"
+    message = f"model={shown(name)}{problem}: allowed is {allowed}"
     return Refused(message, status=404, param="model", code="model_not_found")
 
 
@@ -129,7 +137,7 @@ def field_of(body: dict[str, Any], name: str, allowed: str, fits: Callable[[Any]
     """
     value = body.get(name)
     if value is not None and not fits(value):
-        raise Refused(f"{name}={repr(value)[:80]}: allowed is {allowed}", param=name)
+        raise Refused(f"{name}={shown(value)}: allowed is {allowed}", param=name)
     return value
 
 
@@ -170,85 +178,41 @@ def _are_objects(value: Any) -> bool:
 def stops(body: dict[str, Any], name: str) -> tuple[str, ...]:
     """Return the stop strings of a field that is a string or a list, () if it is missing, null or an empty list.
 
-    Raises Refused for another type, an empty string, and more than MOST_STOPS.
+    Raises Refused as `words`.
     """
-    found = field_of(body, name, f"a text, or up to {MOST_STOPS} of them, none empty", _are_stops) or ()
-    return (found,) if isinstance(found, str) else tuple(found)
+    found = body.get(name)
+    return words({name: [found]} if isinstance(found, str) else body, name)
 
 
-def _are_stops(value: Any) -> bool:
-    found = [value] if isinstance(value, str) else value or []
-    return isinstance(found, list) and len(found) <= MOST_STOPS and all(isinstance(s, str) and s for s in found)
+def words(body: dict[str, Any], name: str) -> tuple[str, ...]:
+    """Return the strings of a list field, () if it is missing or null.
 
-
-TEXTS = ("text", "input_text", "output_text", "refusal")
-PICTURES = ("image", "image_url", "input_image")
-ENCRYPTED = "only the server that wrote it can decrypt its reasoning"
-NO_PICTURES = "pictures are not read here"  # part of prompts, see `tool_content`
-Picture = Callable[[dict[str, Any], str], dict[str, Any]]  # reads a part of a request, see `RequestPictures.add`
-
-
-def plain_text(value: Any, name: str) -> str:
-    """Return content, a text or a list of text parts, as one text; "" for None. Raises Refused, naming the field."""
-    parts = _parts(value, name)
-    for part in parts:
-        if not isinstance(part, str):
-            kind = part.get("type")
-            what = f"a picture ({kind})" if kind in PICTURES else f"a part of type {repr(kind)[:80]}"
-            raise Refused(f"{name}: {what}; allowed is text", param=name)
-    return "".join(parts)
-
-
-def content_with_pictures(value: Any, name: str, picture: Picture) -> Content:
-    """Return content, a text or a list of parts, as one text, or as parts if pictures are among them; "" for None.
-
-    picture: returns the new part for a picture's part and `name`. Raises Refused, naming the field `name`, for a part
-    that is neither text nor picture, and as `picture`.
+    Raises Refused unless it is a list of at most MOST_STOPS strings, of 1 to MAX_WORD characters each.
     """
-    found: list[str | dict[str, Any]] = []
-    for part in _parts(value, name):
-        if isinstance(part, str):
-            found.append(part)
-        elif part.get("type") in PICTURES:
-            found.append(picture(part, name))
-        else:
-            kind = repr(part.get("type"))[:80]
-            raise Refused(f"{name}: a part of type {kind}; allowed are text and pictures", param=name)
-    return joined_contents(found)
+    allowed = f"a list of up to {MOST_STOPS} texts, of 1 to {MAX_WORD} characters each"
+    return tuple(field_of(body, name, allowed, _are_words) or ())
 
 
-def tool_content(value: Any, name: str, warnings: list[str], picture: Picture | None) -> Content:
-    """Return a tool result, a text or a list of parts, as one text, or as parts if pictures are among them.
-
-    None is "". A part that is neither text nor picture is replaced by a line of text, with a warning; so is a picture
-    if `picture` is None. picture: as in `content_with_pictures`. name: the result's field, for messages. warnings:
-    appended to. Raises Refused for another value, and as `picture`.
-    """
-    found: list[str | dict[str, Any]] = []
-    noted = False
-    for part in _parts(value, name):
-        if isinstance(part, str):
-            found, noted = [*found, ("\n" if noted and part else "") + part], False
-        elif picture and part.get("type") in PICTURES:
-            found, noted = [*found, picture(part, name)], False
-        else:
-            kind = "picture" if part.get("type") in PICTURES else f"part of type {repr(part.get('type'))[:80]}"
-            line = f"[A {kind} was left out: {NO_PICTURES if kind == 'picture' else 'this type is not read here'}.]"
-            before = "".join(each for each in found if isinstance(each, str))
-            found, noted = [*found, ("\n" if before and not before.endswith("\n") else "") + line], True
-            warnings.append(f"{name}: a {kind} in a tool result was replaced by a line of text")
-    return joined_contents(found)
+def _are_words(value: Any) -> bool:
+    few = isinstance(value, list) and len(value) <= MOST_STOPS
+    return few and all(isinstance(each, str) and 0 < len(each) <= MAX_WORD for each in value)
 
 
-def _parts(value: Any, name: str) -> list[Any]:
-    """Return the parts of a content, a text, a list of parts or None: strings for texts and refusals, else objects.
+def check_characters(value: Any, name: str) -> None:
+    """Raise Refused if the strings in a JSON value have more than MOST_CHARACTERS together. name: of the field."""
+    if (total := sum(map(len, strings_in(value)))) > MOST_CHARACTERS:
+        message = f"{name}: {total:,} characters; allowed are {MOST_CHARACTERS:,}"
+        raise Refused(message, code="context_length_exceeded", param=name)
 
-    Raises Refused for another value.
-    """
-    if value is None or isinstance(value, str):
-        return [value or ""]
-    field_of({name: value}, name, "a text or a list of parts", _are_objects)
-    return [
-        text(part, "refusal" if part["type"] == "refusal" else "text") if part.get("type") in TEXTS else part
-        for part in value
-    ]
+
+def strings_in(value: Any) -> Iterator[str]:
+    """Yield all strings in a JSON value, with the names of objects' members."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from value
+        for each in value.values():
+            yield from strings_in(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from strings_in(each)

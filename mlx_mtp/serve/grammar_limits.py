@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from ..grammar.schema_paths import NAMED, keywords
 from ..machine.errors import with_type
 from .fields import Refused
-from .schema_paths import NAMED, keywords
 
 T = TypeVar("T")
 MAX_BYTES = 100_000  # of a schema, as JSON, or a list of choices
 MAX_TEXT = 20_000  # characters of a regular expression or a Lark grammar
 MAX_PROPERTIES = 2000  # of all objects together: the time to compile them grows with their square
 MAX_FIXED = 4000  # characters of a const, a value of enum, a name, and of the shortest match of a pattern
+LONGEST = 10**9  # characters; longer estimates are cut
 MAX_SECONDS = 5.0  # to compile a grammar
 COMPILERS = threading.Semaphore(2)  # the maximum of grammars that are compiled at once
 ITEM = re.compile(r"\{(?P<count>\d+)(?:,\d*)?\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
@@ -51,17 +52,19 @@ def check_schema(schema: Any) -> None:
     """Raise ValueError if a JSON schema, or a list of choices, exceeds a limit.
 
     The limits: MAX_BYTES of all as JSON, MAX_PROPERTIES in all objects together, MAX_FIXED characters of each text of
-    `_fixed`. The message begins with the keyword at fault, unless all of the JSON is too large.
+    `_fixed`. The message is "json_schema<path of the keyword at fault>: <reason>".
     """
     if (size := len(json.dumps(schema))) > MAX_BYTES:
-        raise ValueError(f"the JSON has {size} bytes; allowed are at most {MAX_BYTES}")
+        raise ValueError(f"json_schema: the JSON has {size} bytes; allowed are at most {MAX_BYTES}")
     properties = 0
-    for _, name, value in keywords(schema):
+    for path, name, value in keywords(schema):
         properties += len(value) if name == "properties" and isinstance(value, dict) else 0
         if properties > MAX_PROPERTIES:
-            raise ValueError(f"properties: allowed are at most {MAX_PROPERTIES} in all objects together")
+            raise ValueError(f"json_schema{path}: allowed are at most {MAX_PROPERTIES} in all objects together")
         if (length := max(_fixed(name, value), default=0)) > MAX_FIXED:
-            raise ValueError(f"{name}: needs a text of {length} characters; allowed are at most {MAX_FIXED}")
+            raise ValueError(
+                f"json_schema{path}: needs a text of {length} characters; allowed are at most {MAX_FIXED}"
+            )
 
 
 def _fixed(name: str, value: Any) -> Iterator[int]:
@@ -98,8 +101,9 @@ def least_length(pattern: str) -> int:
         sign, group = found[0], groups[-1]
         repeats = found["count"] is not None or sign in "?*+"
         if repeats and not repeated:
-            count = int(found["count"] or sign == "+")
-            group[0], group[2] = group[0] + group[2] * (count - 1), group[2] * count
+            count = int((found["count"] or str(int(sign == "+")))[:9])
+            group[0] = min(group[0] + group[2] * (count - 1), LONGEST)
+            group[2] = min(group[2] * count, LONGEST)
         elif sign == "(":
             groups.append([0, 0, 0])
         elif sign == "|":

@@ -55,7 +55,7 @@ def _state(slot: Any) -> dict[str, Any]:
 
 def skipped(models: Models) -> list[dict[str, str]]:
     """Return {"id": name, "reason": ...} for each model that cannot be served."""
-    return [{"id": each.name, "reason": each.problem} for each in models.skipped]
+    return [{"id": each.name, "reason": each.shown_problem} for each in models.skipped]
 
 
 async def models(request: Request) -> Response:

@@ -5,6 +5,7 @@ from typing import Any
 from ..cache.prompt_cache import PromptCache
 from ..decoding.memory_needs import check_prompt
 from ..machine.errors import first_line
+from ..machine.memory import SKIP
 
 
 def agreed_max_tokens(served: Any, cache: PromptCache, request: Any) -> int:
@@ -32,7 +33,7 @@ def _fitting_max_tokens(served: Any, cache: PromptCache, request: Any) -> int:
         try:
             check_prompt(served.model, cache, rest, max_tokens, served.tree.chunking.step, ignore=False)
             return max_tokens
-        except ValueError:
+        except ValueError as e:
             if max_tokens == 1:
-                raise
+                raise ValueError(str(e).removesuffix(SKIP)) from None  # a client cannot set a variable of the server
         max_tokens //= 2

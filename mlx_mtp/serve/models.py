@@ -13,13 +13,13 @@ from typing import Any
 import mlx.core as mx
 
 from ..machine import memory
-from ..machine.errors import with_type
+from ..machine.errors import with_type, without_directories
 from ..machine.memory import in_gb
 from ..machine.progress import watcher
 from ..machine.stream import in_turn
 from .catalog import Offer
 from .engine import ENDING, QUIET, TIMED_OUT, Engine
-from .failures import dropped
+from .failures import dropped, printable
 from .fields import LATEST, ModelInfo, Refused, text, unknown_model
 from .job import Failed, Job, Served
 from .limits import Limits, QueueFull
@@ -106,7 +106,7 @@ class Models:
                 return found
         if "*" in self.aliases:
             return first
-        problem = next((f" ({each.problem})" for each in self.skipped if each.name == name), "")
+        problem = next((f" ({each.shown_problem})" for each in self.skipped if each.name == name), "")
         raise unknown_model(name, self.names, problem)
 
     @property
@@ -331,8 +331,10 @@ class Models:
                 found: Ready | Failed = self.load(slot.offer)
         except BaseException as e:
             with dropped("an error has no text"):
-                log.error("%s was not loaded", slot.offer.name, exc_info=None if isinstance(e, ValueError) else e)
-            found = Failed(503, f"model={slot.offer.name!r} cannot be loaded: {with_type(e)}")
+                reason = f"{slot.offer.name} was not loaded: {with_type(e)}"
+                log.error("%s", printable(reason), exc_info=None if isinstance(e, ValueError) else e)
+            reason = without_directories(with_type(e), slot.offer.path.parent)
+            found = Failed(503, f"model={slot.offer.name!r} cannot be loaded: {reason}")
         self._loaded.append((slot, found))
         self.signal.set()
 

@@ -6,11 +6,10 @@ from functools import partial
 from typing import Any
 
 from ..grammar import Grammar
-from ..grammar.forms import MOST_SPACES, json_schema, lark, parsed, regex
+from ..grammar.forms import SEPARATORS, json_schema, lark, parsed, regex
 from ..grammar.kept import Kept
 from .fields import Refused, field_of, fields_of
 from .grammar_limits import check_schema, check_text, compiled_within
-from .schema_paths import path_in
 from .structured import Output
 
 OBJECT = {"type": "object"}
@@ -23,6 +22,7 @@ MADE: dict[str, Callable[..., Grammar]] = {
     "json_object": lambda _, whitespace: json_schema(OBJECT, whitespace=whitespace),
 }
 GRAMMARS = Kept()
+UNUSED = {"text": ("schema", "json_schema"), "json_object": ("json_schema",)}  # by type, members without effect
 TEXT_KINDS = ("regex", "grammar")
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_grammar": "grammar", "guided_choice": "choice"}
 
@@ -69,7 +69,7 @@ def _ollama(body: dict[str, Any]) -> list[Wanted]:
     if not given:
         return []
     key, value = ("json_object", None) if given == "json" else ("json", given)
-    return [("format", key, value, MOST_SPACES)]
+    return [("format", key, value, SEPARATORS)]
 
 
 def _format(name: str, given: Any, *, flat: bool) -> Wanted | None:
@@ -77,17 +77,20 @@ def _format(name: str, given: Any, *, flat: bool) -> Wanted | None:
 
     name: path of the format's field. flat: its schema is its own member `schema`; otherwise, if it has an object as
     member `json_schema`, the member `schema` of that object. Raises Refused for another type, for a schema that is
-    missing (json_object needs none) or null, and for a value that is neither object nor text.
+    missing (json_object needs none) or null, for a member of UNUSED, and for a value that is neither object nor text.
     """
     param = name if name.startswith("text") else name.partition(".")[0]
     given = {"type": given} if isinstance(given, str) else given
     if not isinstance(given, dict | None):
         raise Refused(f"{name}={repr(given)[:80]}: allowed is an object with a member `type`, or a type", param=param)
     kind = (given or {}).get("type", "text")
+    for inner in UNUSED.get(str(kind), ()):
+        if (given or {}).get(inner):
+            raise Refused(f"{name}.{inner}: has no effect with type {kind}; use type json_schema", param=param)
     if kind == "text":
         return None
     if kind == "json_object" and "schema" not in (given or {}):
-        return name, kind, None, MOST_SPACES
+        return name, kind, None, SEPARATORS
     if kind not in ("json_object", "json_schema"):
         allowed = "text, json_object and json_schema"
         raise Refused(f"{name}: type {repr(kind)[:80]} is not supported; allowed are {allowed}", param=param)
@@ -96,7 +99,7 @@ def _format(name: str, given: Any, *, flat: bool) -> Wanted | None:
         name, given = f"{name}.json_schema", inner
     if given.get("schema") is None:
         raise Refused(f"{name}.schema: missing; allowed is a JSON schema", param=param)
-    return f"{name}.schema", "json", given["schema"], MOST_SPACES
+    return f"{name}.schema", "json", given["schema"], SEPARATORS
 
 
 def _guided(body: dict[str, Any]) -> list[Wanted]:
@@ -109,7 +112,7 @@ def _guided(body: dict[str, Any]) -> list[Wanted]:
     given = {f"structured_outputs.{key}": (key, value) for key, value in inner.items()}
     given |= {name: (key, body.get(name)) for name, key in GUIDED.items()}
     spaces = field_of(body, "guided_whitespace_pattern", "a text", lambda v: isinstance(v, str))
-    spaces = spaces or field_of(inner, "whitespace_pattern", "a text", lambda v: isinstance(v, str)) or MOST_SPACES
+    spaces = spaces or field_of(inner, "whitespace_pattern", "a text", lambda v: isinstance(v, str)) or SEPARATORS
     spaces = None if inner.get("disable_any_whitespace") is True else spaces
     found: list[Wanted] = []
     for name, (key, value) in given.items():
@@ -140,8 +143,8 @@ def _output(name: str, key: str, value: Any, whitespace: Any) -> Output:
     except Refused:
         raise
     except ValueError as e:
-        reason = str(e).removeprefix("json_schema: ")
-        raise Refused(f"{name}{path_in(value, reason) if key == 'json' else ''}: {reason}", param=param) from e
+        reason = str(e) if str(e).startswith("json_schema") else f": {e}"
+        raise Refused(f"{name}{reason.removeprefix('json_schema')}", param=param) from e
     return Output(grammar, name, param)
 
 

@@ -1,19 +1,23 @@
 """Read the sampling fields of a request, and create the engine's request for each choice."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from .fields import MOST_STOPS, ModelInfo, Refused, boolean, field_of, integer, number
+from ..generate import encoded
+from .fields import ModelInfo, Refused, boolean, check_characters, field_of, integer, number, shown, words
 from .job import DecodeRequest
+from .prompt_length import TooLong, check_length
 from .prompts import Prompt
-from .token_rules import TokenRules
+from .token_rules import TokenRules, completions_of
 
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
 CONTEXTS = ("repetition_context_size", "presence_context_size", "frequency_context_size")
 ALIASES = {
-    "repeat_penalty": "repetition_penalty",
-    "repeat_last_n": "repetition_context_size",
-    "min_keep": "min_tokens_to_keep",
-    "n_predict": "max_tokens",
+    "repetition_penalty": "repeat_penalty",
+    "repetition_context_size": "repeat_last_n",
+    "min_tokens_to_keep": "min_keep",
+    "max_tokens": "n_predict",
 }
 LARGE = 2**31
 MAX_XTC = 0.5  # above this threshold XTC removes no token, because at most one exceeds it
@@ -28,46 +32,69 @@ def decode_requests(
     `DecodeRequest`.
     Raises Refused for invalid fields, an empty prompt, and one that leaves no room for a token.
     """
-    body = _with_aliases(body)
+    _check_aliases(body)
     room = info.positions - len(prompt.tokens)
     if not prompt.tokens:
         raise Refused("the prompt is empty", param="prompt")
     if room < 1:
-        numbers = f"{len(prompt.tokens)} tokens > {info.positions - 1} maximum"
-        param = next((name for name in ("messages", "input", "prompt") if name in body), None)  # None: Ollama's
-        raise Refused(f"prompt is too long: {numbers}", code="context_length_exceeded", param=param)
+        raise _too_long(f"{len(prompt.tokens)} tokens", info, body)
     rules = _rules(body, info, most)
     if most is None and info.max_tokens is not None:
         most = max(info.max_tokens, rules.min_tokens)
     more["max_tokens"] = room if most is None or most == -1 else min(most, room)
     more |= {"penalties": _penalties(body, info), "rules": rules, "adapter": info.adapter_of(body)}
-    more["progress"] = boolean(body, "return_progress")
     sampling = _sampling(body, info)
     seeds = ((sampling["seed"] + i) % 2**63 for i in range(choices))
     more |= {"turns": prompt.turns, "pictures": prompt.pictures}
     return [DecodeRequest(prompt.tokens, sampling={**sampling, "seed": seed}, **more) for seed in seeds]
 
 
+def text_prompt(info: ModelInfo, text: str, body: dict[str, Any]) -> Prompt:
+    """Return the tokens of a text without a template; raises Refused if it is too long for the context."""
+    check_characters(text, "prompt")
+    with refusing_long(info, body):
+        check_length(info.tokenizer, [text], info.positions)
+    return Prompt(encoded(info.tokenizer, text))
+
+
+@contextmanager
+def refusing_long(info: ModelInfo, body: dict[str, Any]) -> Iterator[None]:
+    """Raise Refused, as for a prompt that leaves no room for a token, for a TooLong of the block."""
+    try:
+        yield
+    except TooLong as e:
+        raise _too_long(str(e), info, body) from None
+
+
+def _too_long(numbers: str, info: ModelInfo, body: dict[str, Any]) -> Refused:
+    param = next((name for name in ("messages", "input", "prompt") if name in body), None)  # None: Ollama's
+    message = f"prompt is too long: {numbers} > {info.positions - 1} maximum"
+    return Refused(message, code="context_length_exceeded", param=param)
+
+
 def most_tokens(body: dict[str, Any], *names: str) -> int | None:
     """Return the first of these fields that is present: a maximum number of tokens, or -1 for no limit; else None.
 
-    Raises Refused if any of them is invalid.
+    n_predict is the last of them in every API. Raises Refused if any of them is invalid.
     """
     allowed = "an integer of 1 or more, or -1 for no limit"
     found = [
-        field_of(body, name, allowed, lambda v: type(v) is int and (v == -1 or 1 <= v < LARGE)) for name in names
+        field_of(body, name, allowed, lambda v: type(v) is int and (v == -1 or 1 <= v < LARGE))
+        for name in (*names, "n_predict")
     ]
     return next((each for each in found if each is not None), None)
 
 
-def _with_aliases(body: dict[str, Any]) -> dict[str, Any]:
-    """Return a body that has the values of ALIASES under our names, too; raises Refused if two names contradict."""
-    for alias, name in ALIASES.items():
-        if (value := body.get(alias)) is not None:
-            if body.get(name) not in (None, value):
-                raise Refused(f"{alias}={repr(value)[:80]}: contradicts {name}; send one", param=alias)
-            body = {**body, name: value}
-    return body
+def _check_aliases(body: dict[str, Any]) -> None:
+    """Raise Refused if a field and another name of it, in ALIASES, contradict."""
+    for name, alias in ALIASES.items():
+        if (value := body.get(alias)) is not None and body.get(name) not in (None, value):
+            raise Refused(f"{alias}={shown(value)}: contradicts {name}; send one", param=alias)
+
+
+def _name_in(body: dict[str, Any], name: str) -> str:
+    """Return the name, itself or of ALIASES, by which a body has a field."""
+    return ALIASES[name] if body.get(name) is None and body.get(ALIASES[name]) is not None else name
 
 
 def _sampling(body: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
@@ -81,7 +108,7 @@ def _sampling(body: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
         "top_p": number(body, "top_p", 0, 1),
         "top_k": integer(body, "top_k", -1, LARGE),
         "min_p": number(body, "min_p", 0, 1),
-        "min_tokens_to_keep": integer(body, "min_tokens_to_keep", 0, LARGE),
+        "min_tokens_to_keep": integer(body, _name_in(body, "min_tokens_to_keep"), 0, LARGE),
         "xtc_probability": number(body, "xtc_probability", 0, 1),
         "xtc_threshold": number(body, "xtc_threshold", 0, 1),
         "seed": integer(body, "seed", -(2**63), 2**63 - 1),
@@ -103,7 +130,7 @@ def _penalties(body: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
     Raises Refused for an invalid field.
     """
     found = {
-        "repetition_penalty": number(body, "repetition_penalty", 0, 100),
+        "repetition_penalty": number(body, _name_in(body, "repetition_penalty"), 0, 100),
         "presence_penalty": number(body, "presence_penalty", -2, 2),
         "frequency_penalty": number(body, "frequency_penalty", -2, 2),
         "logit_bias": _bias(body, len(info.tokenizer)),
@@ -113,7 +140,8 @@ def _penalties(body: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
     if found.get("repetition_penalty") == 1:
         del found["repetition_penalty"]
     for name in CONTEXTS:
-        penalty, size = name.replace("context_size", "penalty"), integer(body, name, -1, LARGE)
+        given = _name_in(body, name) if name in ALIASES else name
+        penalty, size = name.replace("context_size", "penalty"), integer(body, given, -1, LARGE)
         if size == 0:
             found.pop(penalty, None)
         elif size is not None and penalty in found:
@@ -122,30 +150,30 @@ def _penalties(body: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
 
 
 def _bias(body: dict[str, Any], most: int) -> dict[int, float] | None:
-    given = body.get("logit_bias")
-    if given is None:
-        return None
-    try:
-        found = {int(token): float(bias) for token, bias in given.items()}
-    except (TypeError, ValueError, AttributeError, OverflowError):
-        found = {-1: 0.0}
-    if not all(0 <= token < most and -100 <= bias <= 100 for token, bias in found.items()):
-        raise Refused(
-            f"logit_bias: allowed is an object of token ids from 0 to {most - 1} with values from -100 to 100",
-            param="logit_bias",
-        )
-    return found
+    allowed = f"an object of token ids from 0 to {most - 1} with values from -100 to 100"
+    given = field_of(body, "logit_bias", allowed, lambda v: _are_biases(v, most))
+    return given if given is None else {int(token): float(bias) for token, bias in given.items()}
+
+
+def _are_biases(value: Any, most: int) -> bool:
+    if not isinstance(value, dict) or len(value) > most:
+        return False
+    ids = [int(token) for token in value if len(token) < 20 and token.isascii() and token.isdigit()]
+    few = len(ids) == len(value) == len({*ids}) and all(token < most for token in ids)
+    return few and all(type(bias) in (int, float) and -100 <= bias <= 100 for bias in value.values())
 
 
 def _rules(body: dict[str, Any], info: ModelInfo, most: int | None) -> TokenRules:
     least = integer(body, "min_tokens", -1, LARGE) or 0
     if most is not None and 0 < most < least:
         raise Refused(f"min_tokens={least}: allowed is at most max_tokens, {most}", param="min_tokens")
+    if bad := words(body, "bad_words"):
+        completions_of(info.tokenizer, bad)  # here, not on the thread that decodes
     return TokenRules(
         min_tokens=max(0, least),
         ignore_eos=boolean(body, "ignore_eos"),
         stop_tokens=_token_ids(body, "stop_token_ids", len(info.tokenizer)),
-        bad_words=_words(body, "bad_words"),
+        bad_words=bad,
         allowed=_token_ids(body, "allowed_token_ids", len(info.tokenizer)),
     )
 
@@ -153,24 +181,13 @@ def _rules(body: dict[str, Any], info: ModelInfo, most: int | None) -> TokenRule
 def _token_ids(body: dict[str, Any], name: str, most: int) -> tuple[int, ...]:
     """Return the token ids of a list field, without duplicates, () if it is missing.
 
-    Raises Refused unless it is a list of integers from 0 to most - 1.
+    Raises Refused unless it is a list of at most `most` integers from 0 to most - 1.
     """
-    allowed = f"a list of token ids below {most}"
-    given = field_of(body, name, allowed, lambda v: _is_list(v, lambda each: type(each) is int and 0 <= each < most))
+    allowed = f"a list of up to {most} token ids, each below {most}"
+    given = field_of(body, name, allowed, lambda v: _are_tokens(v, most))
     return tuple(dict.fromkeys(given or ()))
 
 
-def _words(body: dict[str, Any], name: str) -> tuple[str, ...]:
-    """Return the strings of a list field, () if it is missing.
-
-    Raises Refused unless it is a list of at most MOST_STOPS strings, none empty.
-    """
-    allowed = f"a list of up to {MOST_STOPS} texts, none empty"
-    given = field_of(body, name, allowed, lambda v: _is_list(v, lambda each: isinstance(each, str) and bool(each)))
-    if given and len(given) > MOST_STOPS:
-        raise Refused(f"{name}: allowed is {allowed}", param=name)
-    return tuple(given or ())
-
-
-def _is_list(value: Any, fits: Any) -> bool:
-    return isinstance(value, list) and all(map(fits, value))
+def _are_tokens(value: Any, most: int) -> bool:
+    few = isinstance(value, list) and len(value) <= most
+    return few and all(type(each) is int and 0 <= each < most for each in value)

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import mlx.core as mx
 import uvicorn
 
 from ..cache.prompt_cache import make_prompt_cache
+from ..checkpoint.template_process import isolate, processes
 from ..decoding.buffer_count import LEAST_CHUNK, count_buffers
 from ..decoding.memory_needs import LONGEST, stated_positions
 from ..decoding.options import default_chunk, default_draft_tokens
@@ -25,6 +27,7 @@ from ..grammar import vocabulary_of
 from .app import Service, application
 from .batch_decoder import BatchDecoder
 from .catalog import Offer
+from .connection import Connection
 from .engine import Engine, Limits
 from .failures import dropped
 from .fields import ModelInfo
@@ -41,6 +44,7 @@ from .tool_calls.table import GENERIC, format_of, unread_calls
 
 log = logging.getLogger("mlx_mtp.serve")
 STORING = 20.0  # maximum seconds of writing the prefix cache to files at the end
+SWITCH = 0.0005  # seconds after which a thread that prepares a request passes Python's lock to the engine's
 CHUNK, CHUNK_ON_CPU = (512, LEAST_CHUNK), (64, 24)  # maximum and minimum tokens of a prefill chunk
 
 
@@ -178,17 +182,13 @@ def _opened_offer(load: Callable[[Offer], Loaded], settings: Settings, offer: Of
 def run(service: Service, settings: Settings) -> None:
     """Serve until a signal or the end of the engine's thread; raises as `serve`."""
     engine = service.engine
-    config = uvicorn.Config(
-        application(service, settings.root_path),
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=int(settings.grace) + 1,
-        h11_max_incomplete_event_size=32 * 1024,
-    )
+    more = {"log_level": "warning", "timeout_graceful_shutdown": int(settings.grace) + 1}
+    config = config_of(application(service, settings.root_path), settings.limits, **more)
     server, sockets = Server(config, engine, settings.grace), listening(settings.host, settings.port)
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
         signal.signal(signal.SIGHUP, server.handle_exit)  # a closed terminal; nohup ignores it
+    processes()  # the rendering process starts while the model is loaded
+    sys.setswitchinterval(SWITCH)
     engine.thread.start()
     asyncio.run(server.serve(sockets))
     engine.stop(settings.grace)
@@ -198,6 +198,12 @@ def run(service: Service, settings: Settings) -> None:
         os._exit(0)
     if engine.error is not None:
         raise engine.error
+
+
+def config_of(app: Any, limits: Limits, **more: Any) -> uvicorn.Config:
+    """Return uvicorn's configuration for an application, with the limits of `Connection`. more: further options."""
+    connection: Any = partial(Connection, most=64 + 2 * limits.queued)
+    return uvicorn.Config(app, http=connection, ws="none", access_log=False, server_header=False, **more)
 
 
 def listening(host: str, port: int) -> list[socket.socket]:
@@ -213,7 +219,8 @@ def listening(host: str, port: int) -> list[socket.socket]:
 def shared(loaded: Loaded, settings: Settings) -> Served:
     """Return a loaded model as `Served`, with a prefix cache, batch decoder (None on several ranks) and formats.
 
-    Marks around reasoning that mlx-lm does not detect are set on the tokenizer.
+    From now on the tokenizer renders its chat template in another process; marks around reasoning that mlx-lm does
+    not detect are set on it.
     """
     model, tokenizer, layout = loaded.model, loaded.tokenizer, loaded.layout
     adapters = model.runtime.adapters
@@ -225,6 +232,7 @@ def shared(loaded: Loaded, settings: Settings) -> Served:
     chunking, options = Chunking(step, least, frozenset(tokenizer.eos_token_ids)), {**settings.options}
     tree, options["num_draft_tokens"] = PrefixTree(blank, chunking, settings.cache_bytes), k
     batch = None if ranks else BatchDecoder(model, tokenizer, options, step)
+    isolate(tokenizer)
     add_reasoning_marks(tokenizer)
     files, frames = settings.cache_files, frames_of(tokenizer)
     apart: dict[str, Served] = {}

@@ -34,7 +34,6 @@ SWITCHES = (
     Switch("thinking_budget", 0, -1),
     Switch("reasoning_budget", 0, -1),
 )
-SWITCH_NAMES = {switch.name for switch in SWITCHES}
 
 
 def rendered(tokenizer: Any, options: dict[str, Any], *messages: dict[str, Any]) -> str | None:

@@ -1,12 +1,15 @@
 """Exclude tokens from an answer with logits processors."""
 
 import re
-from collections.abc import Collection, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 from importlib import import_module
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from ..decoding.sampling import LogitsProcessor
 
@@ -87,39 +90,81 @@ class BadWords:
     """
 
     def __init__(self, tokenizer: Any, words: Sequence[str], prompt: int):
-        self._vocabulary, self._prompt = vocabulary(tokenizer), prompt
-        self._words = [word.encode() for word in words]
-        self._longest = max(map(len, self._words))
-        inside = re.compile(b"|".join(map(re.escape, self._words)))
-        self._always = {i for i, text in enumerate(self._vocabulary.texts) if inside.search(text)}
-        self._completing: dict[bytes, set[int]] = {}
+        self._completions, self._prompt = completions_of(tokenizer, tuple(words)), prompt
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        start = max(self._prompt, tokens.shape[0] - self._longest)
-        texts = self._vocabulary.texts
+        start = max(self._prompt, tokens.shape[0] - self._completions.longest)
         answer: Any = tokens[start:].tolist()
+        ids = self._completions.after(answer)
+        ids = ids[ids < logits.shape[-1]]
+        return masked(logits, mx.array(ids)) if ids.size else logits
+
+
+class Completions:
+    """The tokens that contain one of `words`, each of one byte or more, or complete one after other tokens.
+
+    longest: number of bytes of the longest word. ranges: by each start of a word after which one token can complete
+    it, the ranges of `Vocabulary.order` with these tokens.
+    """
+
+    def __init__(self, tokenizer: Any, words: tuple[str, ...]):
+        self._vocabulary = vocabulary(tokenizer)
+        self.longest, self.ranges = 0, dict[bytes, list[tuple[int, int]]]()
+        always, given = set[int](), {word.encode() for word in words}
+        # A word that contains another one is excluded with it. Without these words no token is in two ranges at once.
+        for word in given - {word for word in given if any(each in word for each in given - {word})}:
+            self.longest = max(self.longest, len(word))
+            always.update(self._vocabulary.containing(word))
+            for length in range(max(1, len(word) - self._vocabulary.longest), len(word)):
+                if any(found := self._vocabulary.starting(word[length:])):
+                    self.ranges.setdefault(word[:length], []).append(found)
+        self._always = np.array(sorted(always), np.int32)
+        self._lengths = sorted({*map(len, self.ranges)})
+
+    def after(self, answer: list[int]) -> np.ndarray:
+        """Return the ids, int32 [n], of the tokens that the rules exclude after the last tokens of an answer.
+
+        It looks up one text for each length of a key of `ranges`, whatever the number of words.
+        """
+        texts = self._vocabulary.texts
         tail = b"".join(texts[token] for token in answer if token < len(texts))
-        ids = set(self._always)
-        for word in self._words:
-            for length in range(1, len(word)):
-                if tail.endswith(word[:length]):
-                    ids |= self._starting(word[length:])
-        ids = {i for i in ids if i < logits.shape[-1]}
-        return masked(logits, mx.array(sorted(ids), mx.int32)) if ids else logits
-
-    def _starting(self, text: bytes) -> set[int]:
-        """Return the ids of the tokens whose bytes start with `text`."""
-        if text not in self._completing:
-            texts, first = self._vocabulary
-            self._completing[text] = {i for i in first.get(text[0], ()) if texts[i].startswith(text)}
-        return self._completing[text]
+        found = {each for n in self._lengths if n <= len(tail) for each in self.ranges.get(tail[-n:], ())}
+        return np.concatenate([self._always, *(self._vocabulary.order[first:end] for first, end in found)])
 
 
-class Vocabulary(NamedTuple):
-    """The bytes of each token, and the ids of the tokens by first byte."""
+@lru_cache(maxsize=128)  # more than the default queue has room for
+def completions_of(tokenizer: Any, words: tuple[str, ...]) -> Completions:
+    """Return the `Completions` of words; cached, so that the parsing of a request can make them before decoding."""
+    return Completions(tokenizer, words)
 
-    texts: list[bytes]
-    first: dict[int, list[int]]
+
+class Vocabulary:
+    """The bytes of each token, and searches in them.
+
+    texts: by id. longest: number of bytes of the longest token. order: the ids in the order of their bytes.
+    """
+
+    def __init__(self, texts: list[bytes]):
+        self.texts, self.longest = texts, max(map(len, texts), default=0)
+        order = sorted(range(len(texts)), key=texts.__getitem__)
+        self.order, self._ordered = np.array(order, np.int32), [texts[i] for i in order]
+        self._joined, self._ends = b"".join(texts), [*accumulate(map(len, texts))]
+
+    def starting(self, text: bytes) -> tuple[int, int]:
+        """Return the range (first, end) of `order` with the tokens whose bytes start with `text`; (0, 0) for none."""
+        first = bisect_left(self._ordered, text)
+        end = bisect_right(self._ordered, text, first, key=lambda each: each[: len(text)])
+        return (first, end) if first < end else (0, 0)
+
+    def containing(self, text: bytes) -> Iterator[int]:
+        """Yield the ids of the tokens whose bytes contain `text`, which is not empty."""
+        at = self._joined.find(text)
+        while at >= 0:
+            token = bisect_right(self._ends, at)
+            inside = at + len(text) <= self._ends[token]
+            if inside:
+                yield token
+            at = self._joined.find(text, self._ends[token] if inside else at + 1)
 
 
 @lru_cache(maxsize=2)
@@ -128,12 +173,7 @@ def vocabulary(tokenizer: Any) -> Vocabulary:
     pieces: list[str] = [piece or "" for piece in tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))]
     added = {*getattr(tokenizer, "added_tokens_decoder", {})}
     write = _byte_letters if any(piece.startswith("\u0120") for piece in pieces) else _sentence_piece
-    texts = [piece.encode() if i in added else write(piece) for i, piece in enumerate(pieces)]
-    first: dict[int, list[int]] = {}
-    for i, text in enumerate(texts):
-        if text:
-            first.setdefault(text[0], []).append(i)
-    return Vocabulary(texts, first)
+    return Vocabulary([piece.encode() if i in added else write(piece) for i, piece in enumerate(pieces)])
 
 
 def _byte_letters(piece: str) -> bytes:

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from ..grammar import Gate, Grammar
 from ..grammar.forms import either
-from .fields import ModelInfo, Refused, text
+from .field_sizes import MAX_TOOL_NAME, TOOL, check_size
+from .fields import ModelInfo, Refused, shown, text
 from .grammar_limits import check_schema, compiled_within
 from .structured import Output
 from .thinking import switch_of
@@ -43,9 +44,7 @@ def openai_choice(body: dict[str, Any], tools: list[dict[str, Any]], strict: Ite
     strict: names of strict tools. Raises Refused for a function without a name, an unknown tool_choice, a tool in it
     that is not offered, a forced call without tools, and parallel_tool_calls that is neither true nor false.
     """
-    for tool in tools:
-        if not isinstance(function := tool.get("function"), dict) or not text(function, "name"):
-            raise Refused("tools: a function needs a name", param="tools")
+    _check_tools(tools)
     given, one = body.get("tool_choice"), switch_of(body, "parallel_tool_calls") is False
     kind = given.get("type") if isinstance(given, dict) else given or "auto"
     choice = ToolChoice(tools or None, one=one, strict=tuple(strict))
@@ -56,6 +55,8 @@ def openai_choice(body: dict[str, Any], tools: list[dict[str, Any]], strict: Ite
     if kind == "function" and isinstance(given, dict):
         inner = given.get("function")
         name = inner.get("name") if isinstance(inner, dict) else given.get("name")
+        if given.get("name") not in (None, name):
+            raise Refused("tool_choice: name and function.name are different; send one", param="tool_choice")
         return _checked(choice._replace(names=(name,), forced=True, one=True), given)
     if kind == "allowed_tools" and isinstance(given, dict):
         inner = given["allowed_tools"] if isinstance(given.get("allowed_tools"), dict) else given
@@ -63,7 +64,7 @@ def openai_choice(body: dict[str, Any], tools: list[dict[str, Any]], strict: Ite
             names = tuple(_name(each) for each in inner["tools"])
             return _checked(choice._replace(names=names, forced=inner.get("mode") == "required"), given)
     allowed = "the texts auto, none and required, and objects of type function or allowed_tools"
-    raise Refused(f"tool_choice={repr(given)[:80]}: allowed are {allowed}", param="tool_choice")
+    raise Refused(f"tool_choice={shown(given)}: allowed are {allowed}", param="tool_choice")
 
 
 def anthropic_choice(body: dict[str, Any], tools: list[dict[str, Any]], strict: Iterable[str]) -> ToolChoice:
@@ -72,17 +73,29 @@ def anthropic_choice(body: dict[str, Any], tools: list[dict[str, Any]], strict: 
     strict: names of strict tools. Raises Refused for an unknown tool_choice, a tool in it that is not offered, a
     forced call without tools, and disable_parallel_tool_use that is neither true nor false.
     """
+    _check_tools(tools)
     given = body.get("tool_choice") or {"type": "auto"}
     kind = given.get("type") if isinstance(given, dict) else None
     if not isinstance(given, dict) or kind not in ("auto", "any", "tool", "none"):
         allowed = "an object of type auto, any, tool or none"
-        raise Refused(f"tool_choice={repr(given)[:80]}: allowed is {allowed}", param="tool_choice")
+        raise Refused(f"tool_choice={shown(given)}: allowed is {allowed}", param="tool_choice")
     one = switch_of(given, "disable_parallel_tool_use") is True
     if kind == "none":
         return ToolChoice(one=one)
     names = (given.get("name"),) if kind == "tool" else None
     choice = ToolChoice(tools or None, names, kind in ("any", "tool"), one or kind == "tool", tuple(strict))
     return _checked(choice, given)
+
+
+def _check_tools(tools: list[dict[str, Any]]) -> None:
+    """Raise Refused for a function without a name, or larger than a limit. tools: in the form of chat completions."""
+    for tool in tools:
+        if not isinstance(function := tool.get("function"), dict) or not text(function, "name"):
+            raise Refused("tools: a function needs a name", param="tools")
+        if len(name := function["name"]) > MAX_TOOL_NAME:
+            what = f"a name of {len(name)} characters; allowed are at most {MAX_TOOL_NAME}"
+            raise Refused(f"tools: {what}", param="tools")
+        check_size(f"tools: function {name!r}", tool, TOOL, "tools")
 
 
 def _checked(choice: ToolChoice, given: Any) -> ToolChoice:
@@ -92,10 +105,10 @@ def _checked(choice: ToolChoice, given: Any) -> ToolChoice:
     """
     offered = [_name(each) for each in choice.offered or ()]
     if choice.forced and not offered:
-        raise Refused(f"tool_choice={repr(given)[:80]}: the request offers no tools", param="tool_choice")
+        raise Refused(f"tool_choice={shown(given)}: the request offers no tools", param="tool_choice")
     for name in choice.names or ():
         if name not in offered:
-            raise Refused(f"tool_choice: {repr(name)[:80]} is not among the tools", param="tool_choice")
+            raise Refused(f"tool_choice: {shown(name)} is not among the tools", param="tool_choice")
     return choice
 
 

@@ -1,7 +1,6 @@
 """Check `bench decode`: it measures correctly, shows slow and wrong loops, and compares results."""
 
 import json
-import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -107,16 +106,16 @@ def test_all_loops_generate_the_plain_text(demo):
         assert counted == ([6] * 2 if loop.stats else [])
 
 
-def test_the_clock_starts_with_the_first_token():
-    def steps():
-        time.sleep(0.3)
-        yield 1
-        time.sleep(0.02)
-        yield 2
+def test_the_clock_starts_with_the_first_token(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(decode, "time", clock)
 
-    tokens, seconds = timed(steps())
-    assert tokens == [1, 2]
-    assert 0.02 <= seconds < 0.3
+    def steps():
+        for token, seconds in ((1, 3.0), (2, 0.5)):
+            clock.now += seconds
+            yield token
+
+    assert timed(steps()) == ([1, 2], 0.5)
 
 
 def test_each_turn_starts_with_a_rest(demo, monkeypatch):

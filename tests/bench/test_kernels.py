@@ -7,6 +7,7 @@ import command_line
 import mlx.core as mx
 import pytest
 from metal_cases import linux_only
+from product_clock import ProductClock
 
 from mlx_mtp import kernels as bindings
 from mlx_mtp.bench import kernels, timing
@@ -64,25 +65,7 @@ def test_a_small_case_launches_its_op_and_is_correct(op):
         assert error <= 0.1 * mx.abs(stock.astype(mx.float32)).max()
 
 
-class Clock:
-    """Stands in for `time` in `timing`: an evaluation takes a second for each product that was built before it."""
-
-    def __init__(self, monkeypatch):
-        self.now, self.built, evaluate = 0.0, 0, mx.eval
-        monkeypatch.setattr(timing, "time", self)
-        monkeypatch.setattr(mx, "eval", lambda *arrays: self.evaluated() or evaluate(*arrays))
-
-    def evaluated(self) -> None:
-        self.now, self.built = self.now + self.built, 0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        assert seconds == 0
-
-
-def work(times: int, clock: Clock | None = None):
+def work(times: int, clock: ProductClock | None = None):
     w = mx.random.normal((512, 512)) / 32
 
     def op(x):
@@ -101,7 +84,7 @@ def trial(ours, stock, rows: int = 2) -> KernelTrial:
 
 @pytest.mark.parametrize(("ours", "stock"), [(1, 6), (6, 1), (2, 2)])
 def test_a_speedup_is_the_ratio_of_the_computed_seconds(monkeypatch, ours, stock):
-    clock = Clock(monkeypatch)
+    clock = ProductClock(monkeypatch, timing)
     found = compared("case", trial(work(ours, clock), work(stock, clock)), 3)
     assert found["seconds"] == {"ours": [ours] * 3, "stock": [stock] * 3}
     assert speedup(found).median == stock / ours

@@ -8,8 +8,9 @@ import mlx.nn as nn
 import pytest
 from compile_mode import ENABLED, NO_FUSE, set_mode
 from launches import graph, steps
-from launches.models import MODELS
+from launches.models import KINDS, MODELS
 
+from mlx_mtp.bench.roofline import cost
 from mlx_mtp.tuning import kernel_switch
 
 
@@ -74,14 +75,21 @@ def test_a_place_is_compared_and_written(tmp_path):
         counts.Place(file, r"^\| c .*$", "").found()
 
 
-def test_the_kernels_readme_states_the_launches_of_a_model():
+def test_the_kernels_readme_and_the_cost_model_state_the_launches_of_a_model():
     """One family without its cycles; CI counts all (`python bench/counts.py`)."""
     name = "Qwen3.6-35B-A3B"
     build, layers = MODELS[name]
-    model = steps.make(build)
-    steps.switch_kernels(kernel_switch.place(model), steps.EVERY_OP)
-    second = steps.StartState(model, counts.ROWS)
-    found = steps.of_layers([second, second], layers)
+    try:
+        set_mode(ENABLED)
+        model = steps.make(build)
+        sites, second = kernel_switch.place(model), steps.StartState(model, counts.ROWS)
+        for on, ops in (("none", ()), ("all", steps.EVERY_OP)):
+            steps.switch_kernels(sites, ops)
+            found = steps.of_layers([second, second], layers)
+            counted = {of: cost.LAUNCHES[KINDS[name, of]][on][1] for of in layers}
+            assert counted == {of: many for of, (_, many) in found.items()}, on
+    finally:
+        set_mode(NO_FUSE)
     (line,) = [line for line in counts.KERNELS.read_text().splitlines() if line.startswith(f"| {name} |")]
     stated = {of: int(re.search(rf"{of} \d+, (\d+)", line)[1]) for of in layers}
     assert stated == {of: ours for of, (_, ours) in found.items()}

@@ -64,7 +64,7 @@ class Running:
             f"http://127.0.0.1:{self.port}/v1/chat/completions", json.dumps(body).encode()
         )
         request.add_header("content-type", "application/json")
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while True:
             try:
                 return json.load(urllib.request.urlopen(request))
@@ -77,7 +77,7 @@ class Running:
 def test_a_killed_server_keeps_its_prefixes_and_a_closed_terminal_ends_it_cleanly(tmp_path):
     with Running(tmp_path) as server:
         first = server.ask("word " * 70)
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while not list(server.prompts.glob("*.safetensors")) and time.monotonic() < until:
             time.sleep(0.05)
         server.process.send_signal(signal.SIGKILL)

@@ -224,6 +224,8 @@ def test_faults_that_a_caller_allows():
     )
     assert partial[1].item() == 4
     assert mx.isnan(partial[0]).item()
+    unread = "threadgroup float s[2]; out[0] = s[1] * 0;"
+    launch(unread, out=(1,), grid=1, options=emulator.Options(allow={"uninitialised"}))
     none = """
         threadgroup float s[32];
         uint i = thread_index_in_threadgroup;

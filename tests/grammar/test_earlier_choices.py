@@ -18,7 +18,8 @@ LIST = grammar.json_schema(
             "required": ["colour", "width"],
             "additionalProperties": False,
         },
-    }
+    },
+    whitespace=4,
 )
 STYLES = [("\n\t", " : ", "\n"), ("\t", ":  ", " "), ("\n", ":\n", "\t\t")]
 

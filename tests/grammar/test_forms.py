@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 import mlx_mtp
 from mlx_mtp import grammar
 from mlx_mtp.demo import demo_path
-from mlx_mtp.grammar.forms import either
+from mlx_mtp.grammar.forms import SEPARATORS, either
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}}, "required": ["x", "y"]}
 
@@ -28,8 +28,7 @@ def accepts(made, text):
 REFUSED = [
     ({"type": "array", "uniqueItems": True}, "uniqueItems"),
     ({"not": {"type": "null"}}, "not"),
-    ({"if": {}, "then": {}}, "if"),
-    ({"type": "string", "format": "nope"}, "nope"),
+    ({"if": {}, "then": {"type": "null"}}, "if"),
     ({"$ref": "https://example.com/schema.json"}, "example.com"),
     ({"type": "string", "pattern": "(?=a)b"}, "json_schema"),
     ({"type": 5}, "type"),
@@ -45,7 +44,7 @@ def test_a_schema_that_cannot_be_honoured_is_one_line(schema, name):
     with pytest.raises(ValueError, match=name) as e:
         grammar.json_schema(schema)
     assert "\n" not in str(e.value)
-    assert str(e.value).startswith("json_schema: ")
+    assert str(e.value).startswith("json_schema")
 
 
 @pytest.mark.parametrize(
@@ -64,6 +63,8 @@ def test_a_schema_that_cannot_be_honoured_is_one_line(schema, name):
         lambda: grammar.json(whitespace=-1),
         lambda: grammar.json(whitespace="("),
         lambda: grammar.json(whitespace=1.5),
+        lambda: grammar.json(whitespace=(",", ":", " ")),
+        lambda: grammar.json(whitespace=(",", "(")),
     ],
 )
 def test_other_mistakes_are_one_line(make):
@@ -102,16 +103,21 @@ def test_the_message_states_what_is_wrong_with_a_pattern(make, pattern, wrong):
 def test_options_in_a_schema_change_nothing():
     for name, value in OPTIONS.items():
         hostile = {**POINT, "x-guidance": {name: value}}
-        assert accepts(grammar.json_schema(hostile), '{"x": 1,"y" :2}'), name
+        assert accepts(grammar.json_schema(hostile), '{"x": 1,"y":2}'), name
         assert grammar.json_schema(hostile) == grammar.json_schema({**POINT, "x-guidance": {}}), name
     with pytest.raises(ValueError, match="not"):
-        grammar.json_schema({"not": {}, "x-guidance": {"lenient": True}})
+        grammar.json_schema({"not": {"type": "null"}, "x-guidance": {"lenient": True}})
 
 
 WRITTEN = {
-    '{"x":1,"y":2}': {4, 1, 0, r"\n"},
-    '{"x": 1, "y": 2}': {4, 1, None},
-    '{ "x" : 1 ,  "y":2}': {4},
+    '{"x":1,"y":2}': {SEPARATORS, 4, 1, 0, r"\n"},
+    '{"x": 1, "y": 2}': {SEPARATORS, 4, 1, None},
+    '{"x":1, "y": 2}': {SEPARATORS, 4, 1},
+    '{"x" : 1 ,  "y":2}': {4},
+    '{"x": 1 ,"y": 2}': {4, 1},
+    '{"x" :1,"y":2}': {4, 1},
+    '{"x":  1,"y":2}': {4},
+    '{ "x":1,"y":2 }': {4, 1},
     '{"x":\n1,"y":2}': {4, 1, r"\n"},
     '{"x":     1,"y":2}': set(),
     ' {"x":1,"y":2}': set(),
@@ -120,12 +126,13 @@ WRITTEN = {
 }
 
 
-@pytest.mark.parametrize("whitespace", [4, 1, 0, None, r"\n"])
+@pytest.mark.parametrize("whitespace", [SEPARATORS, 4, 1, 0, None, r"\n"])
 def test_white_space(whitespace):
     made = grammar.json_schema(POINT, whitespace=whitespace)
     assert {text for text in WRITTEN if accepts(made, text)} == {t for t, w in WRITTEN.items() if whitespace in w}
-    if whitespace == 4:
-        assert made == grammar.json_schema(json.dumps(POINT))
+    if whitespace == SEPARATORS:
+        assert made == grammar.json_schema(json.dumps(POINT)) == grammar.json_schema(POINT, whitespace=[*whitespace])
+        assert len(made.styles) == 2
 
 
 RANGE = {"minimum": -5, "maximum": 5}

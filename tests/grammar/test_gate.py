@@ -133,12 +133,13 @@ def test_a_begun_answer_that_does_not_fit_is_an_error(plain):
 
 def test_a_grammar_without_texts_is_an_error():
     with pytest.raises(grammar.GrammarError):
-        grammars.constraint(grammar.json_schema({"$ref": "#"})).behind(Gate())
+        grammars.constraint(grammar.lark("start: start")).behind(Gate())
 
 
-def test_a_style_that_forces_tokens_without_end_is_dropped():
-    node = {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]}
-    assert grammars.constraint(grammar.json_schema(node)).styles == ()
+def test_a_style_that_forces_too_many_bytes_is_dropped():
+    for length, styles in ((4000, 2), (5000, 0)):
+        schema = {"type": "object", "properties": {"a": {"const": "x" * length}}, "required": ["a"]}
+        assert len(grammars.constraint(grammar.json_schema(schema)).styles) == styles
 
 
 def test_parsers_are_kept_within_bounds(monkeypatch):

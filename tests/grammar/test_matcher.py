@@ -87,7 +87,8 @@ def test_the_end_of_text_is_allowed_where_a_value_is_complete():
 
 
 def test_drafts_keep_the_style_of_separators():
-    tokenizer, constraint = grammars.demo_tokenizer(), grammars.constraint(grammar.json_schema(RECORD))
+    tokenizer = grammars.demo_tokenizer()
+    constraint = grammars.constraint(grammar.json_schema(RECORD, whitespace=4))
 
     def guess(text):
         matcher = constraint.matcher()

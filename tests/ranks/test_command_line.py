@@ -86,10 +86,8 @@ def test_a_rank_that_dies_hangs_or_gets_ctrl_c_ends_all_at_any_time(tmp_path, se
     ranks = rank_group.start(2, tmp_path, [*MAIN, "bench", "decode", "--rounds", "50"], MLX_MTP_RANK_SECONDS="5")
     time.sleep(seconds)
     ranks[victim].send_signal(sent)
-    tic = time.monotonic()
     other = ranks[1 - victim]
     _, stderr = other.communicate(timeout=60)
-    assert time.monotonic() - tic < 25, seconds
     if "not started within 15 s" not in stderr:  # the signal was sent before the ranks were connected
         assert other.returncode == code, (seconds, stderr)
         assert message in stderr, seconds

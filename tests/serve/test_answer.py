@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlx_mtp.serve.answer import Splitter, calls_of, text_of
+from mlx_mtp.serve.answer import MOST_UNCERTAIN, Splitter, calls_of, text_of
+from mlx_mtp.serve.fields import MAX_WORD, MOST_STOPS
 from mlx_mtp.serve.tool_calls.table import BY_PARSER, format_of
 
 THINKING = SimpleNamespace(has_thinking=True, think_start="<think>", think_end="</think>")
@@ -38,6 +39,19 @@ def test_reasoning_is_separate(size):
     assert split("<think>a</think>b", size, thinking=True) == ("b", "a", [], None)
     assert split("<think>END</think>b END", size, thinking=True, stops=("END",)) == ("b ", "END", [], "END")
     assert split("<think>a</think>b", size) == ("<think>a</think>b", "", [], None)
+
+
+@pytest.mark.parametrize("size", [1, 37, 10_000])
+def test_what_waits_has_a_bound(size):
+    """So that the cost of a token depends neither on the length of the answer nor on the number of stop strings."""
+    space = " " * (MOST_UNCERTAIN + 50)
+    text = f"{space}<think>x</think>"
+    assert split(f"{text}END", size, thinking=True, stops=("END",))[:2] == (text, "")
+    stops = tuple("a" * (MAX_WORD - 2) + f"{i:02}" for i in range(MOST_STOPS))
+    splitter = Splitter(THINKING, stops, thinking=True)
+    for piece in (*space, *"a" * 2000, *space):
+        splitter.feed(piece)
+        assert len(splitter._text) <= max(MOST_UNCERTAIN + 1, MAX_WORD)
 
 
 @pytest.mark.parametrize("size", [1, 7, 100])

@@ -9,11 +9,12 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 
 from mlx_mtp.demo import demo_path
-from mlx_mtp.serve import field_table, fields, messages, responses
-from mlx_mtp.serve.chat import messages_of
+from mlx_mtp.serve import field_table, messages, response_items, thinking
+from mlx_mtp.serve.chat_messages import messages_of
+from mlx_mtp.serve.contents import ENCRYPTED as ENCRYPTED_TEXT
+from mlx_mtp.serve.contents import Contents
 from mlx_mtp.serve.field_table import APIS, FIELDS, TREATMENTS, UNKNOWN, check_fields
 from mlx_mtp.serve.fields import Refused
-from mlx_mtp.serve.request_pictures import RequestPictures
 from mlx_mtp.serve.template_probes import renders_tools
 from mlx_mtp.serve.thinking import template_of
 
@@ -139,7 +140,7 @@ OFF = [
     {"think": False}, {"think": "none"}, {"thinking_budget": 0}, {"reasoning_budget": 0},
     {"thinking_budget_tokens": 0}, {"thinking_token_budget": 0},
 ]  # fmt: skip
-ON = [{"enable_thinking": True}, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"think": True}]
+ON = [{"enable_thinking": True}, {"thinking": {"type": "enabled", "budget_tokens": -1}}, {"think": True}]
 
 
 @pytest.fixture
@@ -194,6 +195,36 @@ def test_efforts_and_variables_reach_the_template(info):
     text, warnings = prompt_of(info(PRINTS), {"chat_template_kwargs": {"reasoning_efort": "low"}})
     assert (text, len(warnings)) == ("hi", 1)
     assert "chat_template_kwargs.reasoning_efort" in warnings[0]
+
+
+BUDGETS = [
+    {"thinking": {"type": "enabled", "budget_tokens": 9}}, {"thinking": {"budget_tokens": 9}},
+    {"reasoning": {"max_tokens": 9}}, *({name: 9} for name in thinking.BUDGETS),
+    {"chat_template_kwargs": {"thinking_budget": 9}}, {"chat_template_kwargs": {"reasoning_budget": 9}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("template", [*TEMPLATES, *NO_SWITCH])
+def test_a_budget_for_reasoning_is_named_unless_the_template_reads_it(info, template):
+    used = info({**TEMPLATES, **NO_SWITCH}[template], {"reasoning_effort": "high"} if template == "strict" else None)
+    for body in BUDGETS:
+        outer, value = next(iter(body.items()))
+        name = next((n for n in value if n != "type"), "") if isinstance(value, dict) else outer
+        passed = outer == "chat_template_kwargs" and name == template
+        warnings = [each for each in prompt_of(used, body)[1] if name in each]
+        assert len(warnings) == (0 if passed else 1), body
+        for other in (-1, None):
+            unlimited = {outer: {**value, name: other} if isinstance(value, dict) else other}
+            assert not any(name in each for each in prompt_of(used, unlimited)[1]), unlimited
+    for wrong in ({"thinking_budget": -2}, {"thinking": {"budget_tokens": 2**40}}, {"max_thinking_tokens": "9"}):
+        with pytest.raises(Refused, match=r"budget|max_thinking"):
+            prompt_of(used, wrong)
+
+
+@pytest.mark.parametrize("api", ["chat", "responses", "messages"])
+def test_a_budget_is_in_the_header(served, api):
+    assert "budget_tokens=9" in post(served, api, thinking={"type": "enabled", "budget_tokens": 9}).headers[WARNING]
+    assert "thinking_budget=9" in post(served, api, thinking_budget=9).headers[WARNING]
 
 
 @pytest.mark.parametrize(
@@ -288,7 +319,7 @@ def test_a_picture_of_a_tool_becomes_text_and_one_of_a_user_is_refused(served, a
 
 
 def test_the_table_is_the_only_list():
-    assert set(TREATMENTS) == {"h", "i", "r", "-"}
+    assert set(TREATMENTS) == {"h", "i", "w", "r", "-"}
     for name, field in FIELDS.items():
         assert len(field.letters) == len(APIS), name
         assert set(field.letters) <= set(TREATMENTS), name
@@ -333,10 +364,10 @@ def test_encrypted_reasoning_is_left_out_with_a_warning(name):
     user, warnings = {"role": "user", "content": "hi"}, []
     blocks = [[*READABLE], [ENCRYPTED[name], *READABLE]]
     bodies = [{"messages": [user, {"role": "assistant", "content": each}, user]} for each in blocks]
-    found = [messages.conversation_of(body, warnings, RequestPictures()) for body in bodies]
+    found = [messages.conversation_of(body, Contents(None, warnings)) for body in bodies]
     assert found[0] == found[1]
     kind = ENCRYPTED[name]["type"]
-    assert warnings == [f"messages: a block of type {kind!r} was left out; {fields.ENCRYPTED}"]
+    assert warnings == [f"messages[1].content[0]: a block of type {kind!r} was left out; {ENCRYPTED_TEXT}"]
 
 
 def test_encrypted_reasoning_of_responses_is_left_out_with_a_warning():
@@ -347,22 +378,23 @@ def test_encrypted_reasoning_of_responses_is_left_out_with_a_warning():
         ({}, 0),
     ):
         warnings = []
-        responses._messages({"input": [{"type": "reasoning", "summary": [], **item}]}, warnings)
+        given = [{"type": "reasoning", "summary": [], **item}]
+        response_items.conversation_of({"input": given}, Contents(None, warnings))
         assert len(warnings) == count
         assert all("was left out" in warning for warning in warnings)
 
 
 @pytest.mark.parametrize("api", SESSIONS)
 def test_a_session_with_another_server_can_be_continued(served, api):
-    """Tool calls of other types become function calls; items without a counterpart are left out with a warning."""
+    """Tool calls of other types become function calls; items without a counterpart become lines, with a warning."""
     user = {"role": "user", "content": "hi"}
     name = "input" if api == "responses" else "messages"
     response = post(served, api, **{name: [user, *SESSIONS[api], user]})
     assert response.status_code == 200, response.text
     assert ("left out" in response.headers.get(WARNING, "")) == (api != "chat")
     if api != "messages":
-        whole = [user, *SESSIONS[api], user] if api == "chat" else None
-        found = messages_of(whole, []) if whole else responses._messages({"input": [user, *SESSIONS[api], user]}, [])
+        convert = messages_of if api == "chat" else response_items.conversation_of
+        found = convert({name: [user, *SESSIONS[api], user]}, Contents())
         calls = [call["function"] for message in found for call in message.get("tool_calls", ())]
         assert [call["name"] for call in calls] == ["apply_patch", "local_shell"]
         assert calls[0]["arguments"] == {"input": "*** Begin"}

@@ -55,7 +55,7 @@ def start():
 
 
 def until(found) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not found():
         assert time.monotonic() < end
         time.sleep(0.001)

@@ -14,8 +14,9 @@ from starlette.testclient import TestClient
 
 from mlx_mtp.layers.runtime import Runtime
 from mlx_mtp.serve.app import Service, application
+from mlx_mtp.serve.body import DEPTH
 from mlx_mtp.serve.engine import Limits
-from mlx_mtp.serve.guard import DEPTH, Rules
+from mlx_mtp.serve.guard import Rules
 from mlx_mtp.serve.metrics import Metrics
 from mlx_mtp.serve.server import Loaded, listening
 
@@ -93,6 +94,53 @@ def test_bodies(closed):
         response = closed.post(path, content=content, headers={**KEY, **JSON})
         assert response.status_code == 400, content
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages/count_tokens", "/api/show", "/api/chat"])
+@pytest.mark.parametrize(
+    ("headers", "status", "names"),
+    [
+        ({}, 200, ""),
+        ({"content-encoding": "identity"}, 200, ""),
+        ({"content-encoding": "Identity, identity"}, 200, ""),
+        *(({"content-encoding": each}, 415, each) for each in ("gzip", "deflate", "br", "zstd", "x-gzip")),
+        ({"content-encoding": "identity, GZIP"}, 415, "GZIP"),
+        *(({"content-type": f"application/json; charset={each}"}, 200, "") for each in ("utf-8", "UTF-8", '"utf-8"')),
+        ({"content-type": "application/json;charset=us-ascii ; a=b"}, 200, ""),
+        *(({"content-type": f"application/json; charset={each}"}, 415, each) for each in ("utf-16", "latin1", "x")),
+        ({"content-type": "application/json; a=b; Charset=UTF-16"}, 415, "UTF-16"),
+        ({"content-length": "2", "transfer-encoding": "chunked"}, 400, "transfer-encoding"),
+    ],
+)
+def test_forms_of_bodies(served, path, headers, status, names):
+    found = served.post(
+        path, content=json.dumps({**HI, "model": "demo", "options": {"num_predict": 1}}), headers={**JSON, **headers}
+    )
+    assert found.status_code == status
+    assert names in found.text
+    assert (status == 400) == (found.headers.get("connection") == "close")
+
+
+@pytest.mark.parametrize("key", ["", " ", "schlüssel", "a\n", "a ", "\tb", "é", "\U0001f511", "a\x7f", "a\x00b"])
+def test_a_key_that_no_header_can_send_is_refused(key):
+    with pytest.raises(ValueError, match=r"^the API key \(--api-key\): allowed is printable ASCII"):
+        Rules(key)
+    assert Rules("a b~!").key == "a b~!"
+
+
+def test_all_responses_have_safe_headers(served, closed, monkeypatch):
+    found = [served.get(path) for path in ("/", "/page/chat.js", "/health", "/metrics", "/nothing", "/page/none")]
+    found += [served.post("/v1/chat/completions", json=body) for body in (HI, {}, {**HI, "stream": True})]
+    found += [served.options("/"), closed.get("/v1/models"), served.get("/", headers={"Host": "evil"})]
+    wanted = {"Origin": "https://chat.example", "Access-Control-Request-Method": "POST"}
+    found.append(closed.options("/v1/models", headers=wanted))
+    monkeypatch.setattr("mlx_mtp.serve.app.run_in_threadpool", None)
+    found.append(served.get("/metrics"))
+    assert {each.status_code for each in found} == {200, 400, 401, 403, 404, 405, 500}
+    for each in found:
+        assert each.headers["x-content-type-options"] == "nosniff"
+        assert each.headers["referrer-policy"] == "no-referrer"
+    assert "frame-ancestors 'none'" in found[0].headers["content-security-policy"]
 
 
 @pytest.mark.parametrize(("levels", "message"), [(DEPTH, "messages"), (DEPTH + 1, f"nested deeper than {DEPTH}")])

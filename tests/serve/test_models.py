@@ -47,7 +47,7 @@ async def gather(*coroutines):
 
 
 async def until(found):
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not found():
         assert time.monotonic() < end
         await asyncio.sleep(0.001)
@@ -257,7 +257,7 @@ async def granted(models, name):
     slot = models.named({"model": name})
     task = asyncio.create_task(models.take(slot, float("inf")))
     await asyncio.sleep(0)
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not slot.pins and time.monotonic() < end:
         time.sleep(0.001)
     return slot, task

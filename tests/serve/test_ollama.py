@@ -9,10 +9,11 @@ import pytest
 from served import KEY
 
 from mlx_mtp.serve.answer import TextPart
-from mlx_mtp.serve.chat import messages_of
+from mlx_mtp.serve.chat_messages import messages_of
+from mlx_mtp.serve.contents import Contents
 from mlx_mtp.serve.fields import Refused
 from mlx_mtp.serve.ollama import OllamaChat, OllamaGenerate
-from mlx_mtp.serve.ollama_fields import as_openai, chat_messages, idle_seconds, most_predicted
+from mlx_mtp.serve.ollama_fields import CHAT, as_openai, chat_messages, idle_seconds, most_predicted
 from mlx_mtp.serve.tool_calls.call_format import ToolCall
 
 QUESTION = [{"role": "user", "content": "What does len do?"}]
@@ -187,7 +188,7 @@ def test_messages_become_those_of_chat_completions():
         {"role": "assistant", "tool_calls": [{"id": "own", **CALL}, call]},
         {"role": "tool", "tool_call_id": "own", "content": "x"},
     ]
-    found = messages_of(chat_messages({"messages": given}), [])
+    found = messages_of({"messages": chat_messages({"messages": given})}, Contents())
     assert found[0]["reasoning_content"] == "hm"
     assert [[each["id"] for each in found[i]["tool_calls"]] for i in (0, 4)] == [
         ["call_0", "call_1"],
@@ -207,8 +208,8 @@ def test_durations(value, seconds):
 
 def test_numbers_of_tokens_and_defaults():
     assert [most_predicted({"options": {"num_predict": n}}) for n in (7, -1, -2, None)] == [7, -1, -1, None]
-    assert as_openai({"model": "x"}, []) == {"model": "x", "stream": True}
-    assert as_openai({"stream": False, "think": "low"}, []) == {"stream": False, "think": "low"}
+    assert as_openai({"model": "x"}, CHAT, []) == {"model": "x", "stream": True}
+    assert as_openai({"stream": False, "think": "low"}, CHAT, []) == {"stream": False, "think": "low"}
     for value in (True, "x", [1]):
         with pytest.raises(Refused, match="keep_alive"):
             idle_seconds({"keep_alive": value})

@@ -48,7 +48,7 @@ def session(loaded, flags, directory, *questions, until=lambda: True):
             body = response.json()
             cached = body["usage"]["prompt_tokens_details"]["cached_tokens"]
             found.append((body["choices"][0]["message"]["content"], cached))
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while not until() and time.monotonic() < end:
             time.sleep(0.01)
         assert until()
@@ -120,7 +120,7 @@ def asked(engine, prompt):
 
 
 def reached(condition):
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while not condition() and time.monotonic() < end:
         time.sleep(0.001)
     return condition()

@@ -174,7 +174,7 @@ def test_every_form_of_a_request(served, path, fields, fits):
     assert fits(content_of(path, response.json())[0])
 
 
-INNER = {"type": "object", "properties": {"a": {"not": {}}}}
+INNER = {"type": "object", "properties": {"a": {"not": {"type": "null"}}}}
 FLAT = {"type": "json_schema", "schema": {"not": {}}}
 CHATTED = "response_format.json_schema.schema"
 SCHEMAS = [  # of `response_format`, and how the error begins
@@ -182,9 +182,9 @@ SCHEMAS = [  # of `response_format`, and how the error begins
     (INNER, f"{CHATTED}.properties.a.not: "),
     ({"oneOf": [{}, {}]}, f"{CHATTED}.oneOf: "),
     ({"pattern": "(?=a)"}, f"{CHATTED}.pattern: "),
-    ({"type": "string", "format": "day"}, f"{CHATTED}.format: "),
+    ({"propertyNames": {"format": "date"}}, f"{CHATTED}.propertyNames: "),
     ({"$ref": "http://127.0.0.1:1/a"}, f"{CHATTED}.$ref: "),
-    ({"$ref": "#"}, f"{CHATTED}: no text fits"),
+    ({"$ref": "#"}, f"{CHATTED}: no finite JSON value fits it"),
     (False, f"{CHATTED}: "),
     ([1], f"{CHATTED}: "),
     (None, f"{CHATTED}: missing"),

@@ -8,6 +8,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from product_clock import ProductClock
 from trial_cases import SHAPE, K, fails, off_by_one_bit, stock, trial
 
 from mlx_mtp.tuning import ab_test, kernel_trials
@@ -109,9 +110,14 @@ def test_a_timing_that_fails_is_off_and_no_crash():
         decide([trial()], lane=None, timer=fails(KeyboardInterrupt())(0))
 
 
-def test_the_budget_bounds_all_trials():
-    trials = [trial(rows=rows) for rows in (2, 3, 4)]
-    verdicts = decide(trials, lane=None, timer=lambda _: time.sleep(0.6) or 2.0, budget=0.5)
+def takes(now, seconds, ratio):
+    return lambda _: now.__setitem__(0, now[0] + seconds) or ratio
+
+
+def test_the_budget_bounds_all_trials(monkeypatch):
+    trials, now = [trial(rows=rows) for rows in (2, 3, 4)], [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    verdicts = decide(trials, lane=None, timer=takes(now, 0.6, 2.0), budget=0.5)
     assert [str(v) for v in verdicts.values()] == ["on, 2.00x"] + [
         "off: not tried, the 0.5 s for trials were used up"
     ] * 2
@@ -180,14 +186,10 @@ def test_a_wrong_kernel_has_no_followers_and_followers_of_a_slower_one_are_not_r
 
 def test_compilation_is_not_counted(monkeypatch):
     now = [0.0]
-
-    def takes(seconds):
-        return lambda _: now.__setitem__(0, now[0] + seconds) or 1.5
-
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(kernel_trials, "compile_kernel", takes(100.0))
+    monkeypatch.setattr(kernel_trials, "compile_kernel", takes(now, 100.0, None))
     trials = [of_a_kind(2, shape, kind=shape) for shape in "abcd"]
-    verdicts, timed = decided(trials, takes(1.0), budget=2.5)
+    verdicts, timed = decided(trials, takes(now, 1.0, 1.5), budget=2.5)
     assert (len(timed), now) == (3, [303.0])
     assert str(verdicts["d", 2]) == "off: not tried, the 2.5 s for trials were used up"
 
@@ -216,9 +218,9 @@ def test_findings_are_kept_in_memory_if_no_file_can_be_written(monkeypatch, tmp_
 # Timing.
 
 
-def work(times, w):
+def work(times, w, clock):
     def run(x):
-        y = x
+        y, clock.built = x, clock.built + times
         for _ in range(times):
             y = mx.matmul(mx.matmul(y, w), w)
         return [x[:, :1], y]  # the second output is the one that takes time
@@ -226,12 +228,13 @@ def work(times, w):
     return run
 
 
-def test_timing_finds_the_faster_side():
+def test_timing_finds_the_faster_side(monkeypatch):
+    clock = ProductClock(monkeypatch, ab_test)
     weights = [mx.random.normal((128, 128)) / 12 for _ in range(3)]
     mx.eval(weights)
-    layers = [(work(1, w), work(12, w)) for w in weights]
-    assert time_pair(KernelTrial("op", "s", 4, layers, 128, mx.float32)) > 1.5
-    assert time_pair(KernelTrial("op", "s", 4, [(b, a) for a, b in layers], 128, mx.float32)) < 0.67
+    layers = [(work(1, w, clock), work(4, w, clock)) for w in weights]
+    assert time_pair(KernelTrial("op", "s", 4, layers, 128, mx.float32)) == 4
+    assert time_pair(KernelTrial("op", "s", 4, [(b, a) for a, b in layers], 128, mx.float32)) == 1 / 4
 
 
 def test_chains_alternate_and_each_step_depends_on_the_previous_one(monkeypatch):
@@ -260,13 +263,10 @@ def test_chains_alternate_and_each_step_depends_on_the_previous_one(monkeypatch)
     assert {len(layers) for _, layers, _ in chains[4:]} == {steps}
 
 
-def test_a_longer_chain_takes_longer():
-    w = mx.random.normal((256, 256)) / 16
-    mx.eval(w)
-    short, long = (
-        min(ab_test._chain_seconds([work(4, w)], mx.ones((8, 256)), 0, steps) for _ in range(4)) for steps in (1, 20)
-    )
-    assert long > 4 * short
+def test_a_chain_evaluates_each_of_its_steps(monkeypatch):
+    clock, w = ProductClock(monkeypatch, ab_test), mx.random.normal((256, 256)) / 16
+    ops = [work(4, w, clock)]
+    assert [ab_test._chain_seconds(ops, mx.ones((8, 256)), 0, steps) for steps in (1, 20)] == [4, 80]
 
 
 def test_a_difference_is_measured_despite_other_work_on_the_machine(monkeypatch):

@@ -17,6 +17,7 @@ class Chip:
     """A chip's published figures, and two shares that are fitted: of the bandwidth (`usable`) and of the issue rate.
 
     gbps: memory bandwidth in GB/s. tflops: of fp32. generation: of the GPU; 17 is the M5's.
+    launch: seconds that a launch adds to the kernels of a pass, each of which depends on earlier ones.
     bandwidth, rate: usable bytes and instructions per second.
     """
 
@@ -25,6 +26,7 @@ class Chip:
     gbps: float
     tflops: float
     memory: int  # maximum GB
+    launch: float
     usable: float = 0.85  # share of the bandwidth if none is published
     issue: float = 1.0
 
@@ -38,13 +40,14 @@ class Chip:
 
 
 def _chip(name: str, *figures: str) -> Chip:
-    generation, gbps, tflops, memory, usable = (json.loads(figure or "null") for figure in figures)
-    return Chip(name, generation, gbps, tflops, memory, usable / gbps if usable else Chip.usable)
+    generation, gbps, tflops, memory, usable, launch = (json.loads(figure or "null") for figure in figures)
+    share = usable / gbps if usable else Chip.usable
+    return Chip(name, generation, gbps, tflops, memory, launch * 1e-6, share)
 
 
 HERE = Path(__file__).parent
 FILE = HERE / "fitted.json"
-CHIPS = {line[0]: _chip(*line) for line in csv.reader((HERE / "chips.csv").read_text().splitlines()[3:])}
+CHIPS = {line[0]: _chip(*line) for line in csv.reader((HERE / "chips.csv").read_text().splitlines()[4:])}
 
 
 def read_fitted() -> dict[str, Any]:

@@ -10,8 +10,7 @@ read from memory once per pass on either side; caches serve repeated requests of
 are a plan until a Mac has timed them.
 
 Launches are counted in recorded graphs: `python -m bench.launches --out mlx_mtp/bench/roofline/launches.csv` writes
-`launches.csv`. The constants were fitted to the present file, which counts operations that mx.compile fuses
-separately; the script now counts them as fused.
+`launches.csv`. Operations that mx.compile fuses are one. What a launch costs depends on the chip (`chips.csv`).
 """
 
 import csv
@@ -49,9 +48,7 @@ SDPA, SDPA_OURS = 3.6, 2.6  # our kernel converts a value once for all rows and 
 GEMV = 2.125  # per row of a product with 16-bit values
 SCORES = 12  # bytes of traffic per score of unfused attention: 6 passes in 16 bits
 
-# A launch on the GPU, 1.2 us (two reports), and its share of a command buffer: 20 us for 50. Not fitted.
-LAUNCH = 1.2e-6 + 20e-6 / 50
-UNFUSED_LAUNCHES = 3
+UNFUSED_LAUNCHES, EXPANDED_LAUNCHES = 3, 2  # in addition to a layer's: attention in parts; latents expanded to heads
 STEP_LAUNCHES = 3  # per pass in addition to its layers: embedding, last norm, head
 DRAFT_LAUNCHES = 16  # per draft in addition to its head's block: norms, choice, bookkeeping; 14 to 22 were counted
 
@@ -197,10 +194,10 @@ def latent(op: LatentOp, at: PassShape, chip: Chip) -> Cost:
     scores = op.heads * at.m * length * SCORES
     if "attention" in at.on or at.m == 1:
         counted = length * op.heads * (2 * op.rank + op.rope) * at.m * GEMV
-        return Cost(op.name, nbytes + scores, counted, 1, UNFUSED_LAUNCHES)
+        return Cost(op.name, nbytes + scores, counted)
     expanded = length * op.heads * (op.nope + op.value)
     counted = expanded * (op.rank * tile(chip) / TILE_ROWS + SDPA * at.m)
-    return Cost(op.name, nbytes + 4 * expanded + scores, counted, 1, UNFUSED_LAUNCHES + 2)
+    return Cost(op.name, nbytes + 4 * expanded + scores, counted, 1, EXPANDED_LAUNCHES)
 
 
 def state(op: StateOp, at: PassShape, _: Chip) -> Cost:
@@ -272,4 +269,4 @@ def seconds(costs: PassCosts, chip: Chip, form: str = FORM) -> float:
 
     form: key in FORMS of the function that combines an operation's memory time and instruction time.
     """
-    return float(op_seconds(costs, chip, form).sum()) + costs.launches * LAUNCH
+    return float(op_seconds(costs, chip, form).sum()) + costs.launches * chip.launch

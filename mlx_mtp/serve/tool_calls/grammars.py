@@ -4,8 +4,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from ...grammar.forms import MOST_SPACES, Grammar, composed, json_schema
-from ..schema_paths import path_in
+from ...grammar.equivalent import equivalent
+from ...grammar.forms import SEPARATORS, Grammar, composed, json_schema
 from .branches import ANNOTATIONS, Document
 from .call_format import CallFormat
 from .default_layouts import layouts_of
@@ -44,20 +44,30 @@ def call_grammar(tokenizer: Any, format: CallFormat, offer: Offer) -> Grammar:
     """
     layouts = layouts_of(tokenizer, format)
     special, ends = special_tokens(tokenizer), {*tokenizer.eos_token_ids}
-    for name in offer.strict:
-        schema = object_schema(offer.tools.parameters(name))
-        try:
-            json_schema(schema)
-        except ValueError as e:
-            reason = str(e).removeprefix("json_schema: ")
-            raise ValueError(f"tool {name!r}{path_in(schema, reason)}: {reason}") from None
+    offer = offer._replace(tools=Tools(_written(offer, name) for name in offer.tools.names))
     spread, ascii = (any(getattr(layout, name) for layout in layouts) for name in ("spread", "ascii"))
 
     def write(spaces: Mapping[str, Any]) -> str:
         spaces = {**spaces, "json_allow_general_unicode_escapes": ascii}
         return CallWriter(Rules(special, spaces), format, offer, ends).text(layouts)
 
-    return composed(write, "tools", whitespace=SPREAD if spread else MOST_SPACES)
+    return composed(write, "tools", whitespace=SPREAD if spread else SEPARATORS)
+
+
+def _written(offer: Offer, name: str) -> dict[str, Any]:
+    """Return a tool in OpenAI's form; if it is strict, its schema has supported keywords only.
+
+    Raises ValueError, with the tool's name, for a strict schema that cannot be enforced.
+    """
+    schema = offer.tools.parameters(name)
+    if name in offer.strict:
+        schema = object_schema(schema)
+        try:
+            json_schema(schema)
+        except ValueError as e:
+            raise ValueError(f"tool {name!r}{str(e).removeprefix('json_schema')}") from None
+        schema = equivalent(schema)
+    return {"function": {"name": name, "parameters": schema}}
 
 
 def call_mark(tokenizer: Any, format: CallFormat) -> tuple[str, bool]:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ...grammar.forms import honoured
 from .schema import Schema
 
 SYNTAX = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
@@ -98,9 +99,13 @@ class Rules:
         return None if found is None else (found, self._special[found])
 
     def json(self, schema: Schema, *, tight: bool = False) -> str:
-        """Return the name of the rule of a JSON value that fits a schema. tight: with the options `tight`."""
-        options = self.tight if tight else self._spaces
-        return self.rule("%json " + json.dumps({**schema, "x-guidance": options}, ensure_ascii=False))
+        """Return the name of the rule of a JSON value that fits a schema. tight: with the options `tight`.
+
+        Raises ValueError for a schema that cannot be enforced exactly.
+        """
+        found, own = honoured(schema)
+        options = {**(self.tight if tight else self._spaces), **own}
+        return self.rule("%json " + json.dumps({**found, "x-guidance": options}, ensure_ascii=False))
 
     def free(self, mark: str) -> str:
         """Return the body of a text that does not contain `mark`; it may be empty."""

@@ -134,7 +134,7 @@ void memory_access(u64 address, u64 size, bool writes, u64 site, bool atomic) {
   if (writes && b.kind == INPUT) memory_fault(INPUT_WRITE, slot, address, size, writes, site);
 
   u32 number = site_number(site);
-  if (!writes && b.kind != INPUT && !b.initialised) check_written(b, offset, size, site);
+  if (rt.launch->initialised && !writes && b.kind != INPUT && !b.initialised) check_written(b, offset, size, site);
   if (b.kind != INPUT) {
     Mark now = mark_of(*t, b, number < MAX_SITES ? number : 0, atomic);
     if (rt.launch->races)

@@ -88,7 +88,7 @@ struct Launch {  // filled by Python
   void (*entry)(void** arguments, const EmulatedThread*);
   u64 image_low, image_high, max_steps;
   u32 grid[3], group[3];
-  u32 order, races, none_orders, traffic;  // order: 0 forward, 1 reverse, otherwise a seed
+  u32 order, races, initialised, none_orders, traffic;  // order: 0 forward, 1 reverse, otherwise a seed
   u32 buffers;
   u64 steps, barriers, collectives, max_barriers, max_collectives, threads, threadgroup_bytes;
   Fault fault, earlier;  // `earlier`: a race or an unwritten read before threads diverged

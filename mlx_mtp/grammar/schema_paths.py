@@ -36,6 +36,12 @@ def path_in(schema: Any, message: str) -> str:
     else the first whose name is a word of the message. Values of TEXTS and those in TYPES do not count; names in
     COMMON count only as the message's first word or in quotes.
     """
+    if unsatisfiable := re.search(r"property '(.+)' is unsatisfiable", message):
+        wanted = f".properties.{unsatisfiable[1]}"
+        found = [*keywords(schema)]
+        paths = [path[: path.index(wanted)] + wanted for path, *_ in found if f"{wanted}." in f"{path}."]
+        lists = [path for path, name, value in found if name == "required" and unsatisfiable[1] in value]
+        return next(iter([*paths, *lists]), "")
     (first, *words), named = re.findall(r"[\w$]+", message) or [""], ""
     words = {*words} - {*COMMON} | {first, *re.findall(r"[\"'](\w+)[\"']", message)}
     for path, name, value in keywords(schema):
