@@ -2,13 +2,13 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from ..pictures.decoded import DecodedFiles
-from ..pictures.header import image_size
-from ..pictures.image import LIMITS, from_base64, from_data_url
+from ..pictures.header import stated_head
+from ..pictures.image import Limits, from_base64, from_data_url, unchecked
 from ..pictures.rows import Picture
 from .fetch import SECONDS, fetched
 from .fields import NO_PICTURES, ModelInfo, Refused, fields_of, text
@@ -17,7 +17,10 @@ MOST_PICTURES = 20  # of a request
 LOW = 512 * 512  # maximum pixels of a picture of detail "low", which is shrunk to them
 DETAILS = ("auto", "high", "low", "original")
 FILES = DecodedFiles()  # a client sends the pictures of a conversation again with each request
-DECODING = threading.BoundedSemaphore(2)  # pictures decoded at once: one of 50 million pixels needs 0.5 GB
+LIMITS = Limits(pixels=25_000_000, webp=16_000_000)  # decoding needs 0.25 GB: 10 bytes per pixel, 16 of WEBP
+MOST_PIXELS = 300_000_000  # of all pictures of a request that are to be decoded
+DECODING = threading.BoundedSemaphore(2)  # pictures decoded at once
+TURN = 0.2  # seconds of waiting for DECODING between two checks
 
 
 class Source(NamedTuple):
@@ -62,12 +65,13 @@ class RequestPictures:
         self._sources.append(Source(number, part, data, is_url, LOW if detail == "low" else None, field))
         return part
 
-    def open(self) -> None:
+    def open(self, check: Callable[[], None] = unchecked) -> None:
         """Read and check all pictures; set "picture" in each part to the `Picture` of the model's vision tower.
 
-        A file's bytes are decoded unless FILES contains the file. Raises Refused for a picture that cannot be read,
-        before any is decoded if its header shows this, and unless the pictures have fewer rows together than the
-        model has positions.
+        A file's bytes are decoded unless FILES contains the file. check: called often meanwhile; what it raises ends
+        the work. Raises Refused for a picture that cannot be read, before any is decoded if its header shows this,
+        for more than MOST_PIXELS to be decoded, and unless the pictures have fewer rows together than the model has
+        positions.
         """
         if not self._sources:
             return
@@ -77,9 +81,10 @@ class RequestPictures:
         if rows >= self._info.positions:
             numbers = f"{rows} tokens of pictures > {self._info.positions - 1} maximum"
             raise Refused(f"prompt is too long: {numbers}", code="context_length_exceeded", param=files[0][0].field)
+        _check_pixels(files)
         for source, file in files:
-            with DECODING, _refusing(source):
-                image = FILES.open(file, source.number)
+            with _turn(check), _refusing(source):
+                image = FILES.open(file, source.number, LIMITS, check)
                 source.part["picture"] = self._info.vision.picture(image, most=source.most)
 
     def count(self) -> None:
@@ -108,9 +113,29 @@ class RequestPictures:
         """Return a `Picture` without digest, of the size that a picture's file states. Raises Refused."""
         assert self._info
         with _refusing(source):
-            height, width = image_size(file)
-            LIMITS.check(height, width)
-            return Picture(b"", self._info.vision.grid(height, width, most=source.most))
+            head = stated_head(file)
+            LIMITS.check(head.height, head.width, head.format)
+            return Picture(b"", self._info.vision.grid(head.height, head.width, most=source.most))
+
+
+def _check_pixels(files: list[tuple[Source, bytes]]) -> None:
+    """Raise Refused if pictures that are to be decoded have more than MOST_PIXELS together."""
+    heads = [(source, stated_head(file)) for source, file in files if not FILES.known(file)]
+    for count, (source, head) in enumerate(heads):
+        if sum(each.height * each.width for _, each in heads[: count + 1]) > MOST_PIXELS:
+            most = f"allowed are {MOST_PIXELS:,} in all pictures of a request; send fewer or smaller ones"
+            raise Refused(f"picture {source.number}: {head.width} x {head.height} pixels; {most}", param=source.field)
+
+
+@contextmanager
+def _turn(check: Callable[[], None]) -> Iterator[None]:
+    """Hold DECODING, for which `check` is called while this thread waits."""
+    while not DECODING.acquire(timeout=TURN):
+        check()
+    try:
+        yield
+    finally:
+        DECODING.release()
 
 
 @contextmanager
