@@ -1,13 +1,16 @@
 """Render a checkpoint's chat template, and tokenize a prompt whose state a saved cache holds."""
 
+import functools
+import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..cache.prompt_prefix import PromptPrefix, shared
-from ..machine.errors import one_line
+from ..machine.errors import first_line
 from ..pictures.place import place
+from .template_limits import TemplateStopped
 
 # The last runs of a prompt, whose tokens depend on what follows: a token can join a sign with the letters after it.
 LAST_RUNS = re.compile(r"(\w+|\s+|[^\w\s]+){1,2}\Z")
@@ -15,12 +18,22 @@ PROBES = ("a", " a", "\n", ".", "1")  # texts that may follow; the template's ow
 TYPED = "\ufdd7"  # stands for a picture's mark in a message's text; a noncharacter
 NO_TOKEN = 2**62  # stands for the token of TYPED; no token, and no row of a picture
 NO_TEMPLATE = "pictures need a chat template, which writes a mark for each; there is none, or it is ignored"
-# Arguments of the template that the commands set, or that change the result's type.
-RESERVED_KEYS = {
-    *("conversation", "messages", "tokenize", "add_generation_prompt", "continue_final_message", "padding"),
-    *("truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
-    "tokenizer_kwargs",
-}
+VARIABLES = {"tools", "documents"}  # arguments of apply_chat_template that the template reads
+
+
+@functools.cache
+def reserved_names() -> frozenset[str]:
+    """Return the names that no variable of a chat template may have: arguments of the functions that render one.
+
+    One of them is `chat_template`, a template that would replace the checkpoint's.
+    """
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    methods = TokenizerWrapper.apply_chat_template, PreTrainedTokenizerBase.apply_chat_template
+    names = {name for each in (*methods, render_jinja_template) for name in inspect.signature(each).parameters}
+    return frozenset({*names, "messages"} - VARIABLES)
 
 
 def render(tokenizer: Any, messages: list[dict], options: dict[str, Any]) -> str:
@@ -28,11 +41,16 @@ def render(tokenizer: Any, messages: list[dict], options: dict[str, Any]) -> str
 
     A part of a message's content with the key "picture" reaches the template as {"type": "image"}. options: the
     template's arguments. ValueError, in one line, if the template fails or its text is not valid UTF-8.
+    TemplateStopped, only after `isolate`, if the template breaks a limit.
     """
-    with one_line("the chat template refuses this conversation"):  # a program that may raise anything
+    try:
         text = tokenizer.apply_chat_template(
             [_bare(message) for message in messages], **{**options, "tokenize": False}
         )
+    except TemplateStopped:
+        raise
+    except Exception as e:  # a template is a program that may raise anything
+        raise ValueError(f"the chat template refuses this conversation ({first_line(e)})") from e
     if any("\ud800" <= c <= "\udfff" for c in text):  # Python's representation of bytes that are not UTF-8
         raise ValueError("the prompt is not valid UTF-8 text")
     return text

@@ -48,6 +48,7 @@ from .tuned import attach_tuned, fits, shipped_heads
 from .vision import Sight, open_vision
 
 WEIGHTS_ALONE = Budget()
+UNTRUSTED = "it is code of the checkpoint, which runs only with --trust-remote-code, in Python trust_remote_code=True"
 
 
 def load(
@@ -101,14 +102,14 @@ def load(
     Raises a one-line ValueError for a wrong option, and a checkpoint that is damaged, unsupported or too large.
     """
     drafting, sight = Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), Sight(vision, vision_path)
-    others = kernels, budget, wired_limit, tensor_group
-    options = _checked(drafting, draft_vocab, *others, lazy=lazy, adapter_path=adapter_path, sight=sight)
+    given = {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})}
+    others = {"lazy": lazy, "adapter_path": adapter_path, "sight": sight, "tokenizer_config": given}
+    options = _checked(drafting, draft_vocab, kernels, budget, wired_limit, tensor_group, **others)
     path = find_checkpoint(path_or_hf_repo, revision, code=trust_remote_code)
     with in_turn():
         config = read_config(path, model_config)
         model = _load(path, config, options)
-        tokenizer = _tokenizer_for(model, path, tokenizer_config, config, code=trust_remote_code)
-        _finish(model, path, tokenizer, options)
+        _finish(model, path, tokenizer := _tokenizer_for(model, path, options.tokenizer_config, config), options)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
@@ -130,7 +131,7 @@ def load_model(
 ) -> Any:
     """Load only the model, as `load` does, and return it; a draft vocabulary's tokenizer is not checked."""
     drafting, sight = Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), Sight(vision, vision_path)
-    others = {"lazy": lazy, "adapter_path": None, "sight": sight}
+    others = {"lazy": lazy, "adapter_path": None, "sight": sight, "tokenizer_config": {}}
     options = _checked(drafting, draft_vocab, kernels, budget, wired_limit, tensor_group, **others)
     path = find_checkpoint(path)
     with in_turn():
@@ -140,7 +141,10 @@ def load_model(
 
 
 class LoadOptions(NamedTuple):
-    """The options of a load, checked before the checkpoint is read. lane: kernels to enable, as in `switch_on`."""
+    """The options of a load, checked before the checkpoint is read.
+
+    lane: kernels to enable, as in `switch_on`. tokenizer_config: as in `load_tokenizer`.
+    """
 
     drafting: Drafting
     vocab: DraftVocab | None
@@ -151,6 +155,7 @@ class LoadOptions(NamedTuple):
     lazy: bool
     adapter_path: AdapterPath | None
     sight: Sight
+    tokenizer_config: dict[str, Any]
 
 
 def _checked(
@@ -158,7 +163,7 @@ def _checked(
 ) -> LoadOptions:
     """Return the options of a load, checked without the checkpoint; a file with a draft vocabulary is read.
 
-    others: `lazy`, `adapter_path` and `sight`. ValueError for an option that is not allowed.
+    others: `lazy`, `adapter_path`, `sight` and `tokenizer_config`. ValueError for an option that is not allowed.
     """
     check_wired_limit(wired)
     others["sight"].check()
@@ -177,25 +182,31 @@ def load_tokenizer(
 ) -> TokenizerWrapper:
     """Return the tokenizer in a checkpoint's directory; ValueError if it cannot be loaded or has no tokens.
 
+    tokenizer_config: as in mlx-lm; code of the checkpoint is run only if its `trust_remote_code` is true.
     config: the config.json whose stop tokens are used; None reads it from the directory.
     """
+    given = dict(tokenizer_config or {})
+    # Without False transformers asks on standard input whether to run the checkpoint's code.
+    given["trust_remote_code"] = bool(given.get("trust_remote_code"))
     with one_line(f"{path}: no usable tokenizer"):
         eos = (read_config(path) if config is None else config).get("eos_token_id")
-        tokenizer = mlx_lm_utils.load_tokenizer(path, tokenizer_config, eos_token_ids=eos)
+        try:
+            tokenizer = mlx_lm_utils.load_tokenizer(path, given, eos_token_ids=eos)
+        except ValueError as e:
+            if given["trust_remote_code"] or "trust_remote_code=True" not in str(e):
+                raise
+            raise ValueError(UNTRUSTED) from e
         if not tokenizer.get_vocab():  # transformers ignores a missing file
             raise ValueError("it has no tokens")
     return tokenizer
 
 
-def _tokenizer_for(
-    model: Any, path: Path, tokenizer_config: dict[str, Any] | None, config: dict, *, code: bool
-) -> TokenizerWrapper:
+def _tokenizer_for(model: Any, path: Path, tokenizer_config: dict[str, Any], config: dict) -> TokenizerWrapper:
     """Return a model's tokenizer; warn if tokens without an embedding are more than 1% of the model's vocabulary.
 
-    code: trust code in the checkpoint, unless `tokenizer_config` states it. ValueError as `load_tokenizer`.
+    ValueError as `load_tokenizer`.
     """
-    trusted = {"trust_remote_code": True} if code else {}
-    tokenizer = load_tokenizer(path, trusted | (tokenizer_config or {}), config)
+    tokenizer = load_tokenizer(path, tokenizer_config, config)
     unknown = sum(token >= model.vocab_size for token in tokenizer.get_vocab().values())
     if unknown > model.vocab_size // 100:  # a few are normal
         warnings.warn(f"{path}: the model has no embedding for {unknown} tokens of the tokenizer", stacklevel=3)
@@ -250,7 +261,8 @@ def _finish(model: Any, path: Path, tokenizer: Any, options: LoadOptions) -> Non
     tokens than the target.
     """
     vocab, layout, lazy = options.vocab, options.budget.layout, options.lazy
-    check_tokens(model, path, tokenizer, load_tokenizer)
+    trusted = {"trust_remote_code": options.tokenizer_config.get("trust_remote_code", False)}
+    check_tokens(model, path, tokenizer, partial(load_tokenizer, tokenizer_config=trusted))
     if not lazy:
         defer = vocab is None and is_large(model)
         _test_or_defer(model, path, tokenizer, defer=defer, expand=options.lane != "off")

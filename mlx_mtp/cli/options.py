@@ -13,7 +13,7 @@ from typing import Any
 import click
 from click import Choice, FloatRange, IntRange, option
 
-from ..checkpoint.chat_template import RESERVED_KEYS
+from ..checkpoint.chat_template import reserved_names
 from ..demo import demo_path
 from .gguf import gguf_options, transcoded
 from .grammar_options import grammar_of, grammar_options
@@ -36,7 +36,7 @@ def _parse_template_config(_ctx: click.Context, _param: click.Parameter, value: 
         raise click.BadParameter(f"not JSON: {e}") from None
     if not isinstance(parsed, dict):
         raise click.BadParameter(f"{value!r} is not a JSON object")
-    if reserved := sorted(RESERVED_KEYS & parsed.keys()):
+    if parsed and (reserved := sorted(reserved_names() & parsed.keys())):
         raise click.BadParameter(f"{reserved[0]}: the command sets this variable; leave it out")
     return parsed
 

@@ -21,6 +21,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
+from ..checkpoint.template_limits import TemplateStopped
 from .answer import Part
 from .api_request import Answer, ApiRequest, openai_error
 from .chat import ChatRequest
@@ -65,6 +66,7 @@ def application(service: Service, root: str = "") -> Starlette:
     gets = {"/health": health, "/metrics": metrics, "/v1/models": models, "/models": models, "/": page}
     gets |= {"/api/tags": listed, "/api/ps": running, "/api/version": version}
     handlers: dict[Any, Any] = {HTTPException: _http_error, Refused: refused, Exception: _unexpected}
+    handlers[TemplateStopped] = lambda request, error: refused(request, Refused(str(error), param="messages"))
     handlers[QueueFull] = lambda request, error: refused(request, Refused(FULL, status=503))
     handlers[ClientDisconnect] = lambda request, error: Response(status_code=499)
     cors: Any = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "allow_private_network": True}

@@ -18,6 +18,7 @@ import mlx.core as mx
 import uvicorn
 
 from ..cache.prompt_cache import make_prompt_cache
+from ..checkpoint.template_process import isolate, processes
 from ..decoding.buffer_count import LEAST_CHUNK, count_buffers
 from ..decoding.memory_needs import LONGEST, stated_positions
 from ..decoding.options import default_chunk, default_draft_tokens
@@ -189,6 +190,7 @@ def run(service: Service, settings: Settings) -> None:
     server, sockets = Server(config, engine, settings.grace), listening(settings.host, settings.port)
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
         signal.signal(signal.SIGHUP, server.handle_exit)  # a closed terminal; nohup ignores it
+    processes()  # the rendering process starts while the model is loaded
     engine.thread.start()
     asyncio.run(server.serve(sockets))
     engine.stop(settings.grace)
@@ -213,7 +215,8 @@ def listening(host: str, port: int) -> list[socket.socket]:
 def shared(loaded: Loaded, settings: Settings) -> Served:
     """Return a loaded model as `Served`, with a prefix cache, batch decoder (None on several ranks) and formats.
 
-    Marks around reasoning that mlx-lm does not detect are set on the tokenizer.
+    From now on the tokenizer renders its chat template in another process; marks around reasoning that mlx-lm does
+    not detect are set on it.
     """
     model, tokenizer, layout = loaded.model, loaded.tokenizer, loaded.layout
     adapters = model.runtime.adapters
@@ -225,6 +228,7 @@ def shared(loaded: Loaded, settings: Settings) -> Served:
     chunking, options = Chunking(step, least, frozenset(tokenizer.eos_token_ids)), {**settings.options}
     tree, options["num_draft_tokens"] = PrefixTree(blank, chunking, settings.cache_bytes), k
     batch = None if ranks else BatchDecoder(model, tokenizer, options, step)
+    isolate(tokenizer)
     add_reasoning_marks(tokenizer)
     files, frames = settings.cache_files, frames_of(tokenizer)
     apart: dict[str, Served] = {}

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..checkpoint.chat_template import RESERVED_KEYS
+from ..checkpoint.chat_template import reserved_names
 from .fields import ModelInfo, Refused, field_of, fields_of, integer, text
 from .template_probes import SWITCH_NAMES, SWITCHES, rendered, thinking_switch, unread
 
@@ -18,9 +18,10 @@ def template_of(body: dict[str, Any], info: ModelInfo, warnings: list[str]) -> d
     They are the defaults, overridden by those that switch thinking or set the effort, and these by the request's
     own variables. warnings: appended to, for settings that are found to have no effect.
     """
-    allowed = "an object of the template's own variables"
-    name, reserved = "chat_template_kwargs", RESERVED_KEYS | {"tools"}
-    given = field_of(body, name, allowed, lambda v: not v or (isinstance(v, dict) and not reserved & v.keys())) or {}
+    name, allowed = "chat_template_kwargs", "an object of the template's own variables"
+    given = field_of(body, name, allowed, lambda v: not v or isinstance(v, dict)) or {}
+    if reserved := sorted((reserved_names() | {"tools"}) & given.keys()):
+        raise Refused(f"{name}: {reserved[0]} is no variable of the chat template; leave it out", param=name)
     thinks, effort = _thinks(body, given), _effort(body)
     found = dict(info.template)
     if thinks is not None:
