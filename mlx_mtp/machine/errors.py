@@ -5,12 +5,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+LONGEST = 500  # characters of a message of several lines
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # disk full, quota exceeded, file too large
 
 
 def first_line(e: BaseException) -> str:
-    """Return the first line of an exception's message, or the name of its type if it has none."""
-    return str(e).strip().partition("\n")[0] or type(e).__name__
+    """Return the first line of an exception's message, or the name of its type if it has none.
+
+    Of a message whose first line ends with a colon, all lines are joined, up to LONGEST characters.
+    """
+    first, _, rest = str(e).strip().partition("\n")
+    if first.rstrip().endswith(":"):
+        first = " ".join(f"{first} {rest}".split())[:LONGEST]
+    return first or type(e).__name__
 
 
 def with_type(e: BaseException) -> str:
