@@ -8,12 +8,14 @@ import base64
 import hashlib
 import io
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -23,6 +25,8 @@ from .parts import ORIENTATION, essential
 
 # (mirrored, quarter turns counterclockwise) that make stored pixels of an upright picture, by EXIF's orientation
 TURNS = {2: (True, 0), 3: (False, 2), 4: (True, 2), 5: (True, 1), 6: (False, 1), 7: (True, 3), 8: (False, 3)}
+SPACE = re.compile(r"[ \t\r\n\f\v]+")
+STANDARD = re.compile("[+/]")  # base64 in its standard alphabet, not in that of URLs
 WHITE = (255, 255, 255, 255)
 PER_STEP = 257  # 65535 / 255: steps of a 16-bit value for each step of an 8-bit one
 STRIP = 1 << 18  # pixels that are converted at once: Python's lock is held meanwhile
@@ -140,11 +144,17 @@ def numbered(number: int) -> Iterator[None]:
 def from_base64(text: str, limits: Limits = LIMITS) -> bytes:
     """Return the bytes that base64 text encodes; ValueError for other text, and for more bytes than limits.nbytes.
 
-    The number of bytes is checked before anything is decoded.
+    White space of ASCII is ignored, padding may be missing, and the alphabet may be that of URLs. The number of bytes
+    is checked before anything is decoded.
     """
-    limits.check_bytes(len(text) * 3 // 4 - text[-2:].count("="))
+    given = SPACE.sub("", text)
+    digits = given.rstrip("=")
+    limits.check_bytes(len(digits) * 3 // 4)
+    padding = "=" * (-len(digits) % 4)
+    if given != digits and given != digits + padding:
+        raise ValueError("the data are not valid base64")
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode(digits + padding, None if STANDARD.search(digits) else b"-_", validate=True)
     except ValueError:
         raise ValueError("the data are not valid base64") from None
 
@@ -152,14 +162,14 @@ def from_base64(text: str, limits: Limits = LIMITS) -> bytes:
 def from_data_url(url: str, limits: Limits = LIMITS) -> bytes:
     """Return the bytes in a `data:` URL in base64; ValueError for any other text, or more than limits.nbytes bytes.
 
-    The media type in the URL is ignored: the bytes themselves show the format.
+    Its data may be percent-encoded. The media type and its parameters are ignored: the bytes show the format.
     """
-    head, comma, text = url.partition(",")
+    head, comma, text = url.strip().partition(",")
     if head[:5].lower() != "data:":
         raise ValueError("the URL is no data: URL")
-    if not comma or not head.lower().endswith(";base64"):
+    if not comma or head.lower().rpartition(";")[2].strip() != "base64" or ";" not in head:
         raise ValueError("the data: URL is not in base64; expected data:image/png;base64,...")
-    return from_base64(text, limits)
+    return from_base64(unquote(text) if "%" in text else text, limits)
 
 
 def _bytes_of(source: Any, limits: Limits) -> bytes:

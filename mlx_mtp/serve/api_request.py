@@ -8,22 +8,25 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
+from ..checkpoint.chat_template import parts_with_pictures
 from ..decoding.stats import Stats
 from ..decoding.summary import paused
 from .answer import Part, calls_of, text_of
 from .continued import finished, is_begun
 from .field_table import check_fields
-from .fields import MOST_CHOICES, ModelInfo, Refused, boolean, integer
-from .forms import Content, Message
+from .fields import MOST_CHOICES, ModelInfo, Refused, boolean, check_characters, integer
+from .forms import Content, Message, past_pictures, without_oldest_pictures
 from .frames import ends_in_reasoning
 from .generic_calls import with_tools
 from .job import Begun, DecodeRequest, End, Failed, Prefilled
 from .prompts import Prompt, encode_chat
-from .sampling_fields import decode_requests
+from .request_pictures import BLOCK
+from .sampling_fields import decode_requests, refusing_long
 from .structured import Output, constraint_of
 from .template_probes import renders_tools
 from .template_traits import traits_of
 from .thinking import switch_of
+from .tool_calls.schema import dumps
 from .tool_calls.table import GENERIC
 from .tool_choice import ToolChoice, call_output
 
@@ -215,7 +218,10 @@ def chat_decode_requests(
     """
     how, tools = end_of_prompt(body, messages), choice.offered
     output = call_output(info, choice, output, warnings)
-    prompt = prompt_of(info, messages, tools, template, turns=info.turns, **how)
+    messages, prompt = fitting_prompt(info, body, messages, tools, template, warnings, turns=info.turns, **how)
+    if refused := len(parts_with_pictures(messages)) - len(prompt.pictures):
+        what = f"{refused} pictures of earlier messages"
+        warnings.append(f"{what} were replaced by lines of text: the chat template refuses them")
     prints, generic = renders_tools(info.tokenizer, template) if tools else True, info.tool_format is GENERIC
     if not prints and generic:
         warnings.append(
@@ -254,6 +260,38 @@ def end_of_prompt(body: dict[str, Any], messages: list[Message]) -> dict[str, bo
     return {"continues": continues, "answers": prompted is not False or (continues and is_begun(messages))}
 
 
+def fitting_prompt(
+    info: ModelInfo,
+    body: dict[str, Any],
+    messages: list[Message],
+    tools: list[Any] | None,
+    template: dict[str, Any],
+    warnings: list[str],
+    **how: bool,
+) -> tuple[list[Message], Prompt]:
+    """Return a conversation and its prompt; if it is too long, without the oldest pictures of earlier messages.
+
+    A prompt that is too long without them is returned, or refused by `prompt_of`. warnings: appended to. how: of
+    `encode_chat`.
+    """
+    left = 0
+    while True:
+        count = len([*past_pictures(messages)][:BLOCK])
+        try:
+            with refusing_long(info, body):
+                prompt = prompt_of(info, messages, tools, template, **how)
+            if len(prompt.tokens) < info.positions or not count:
+                break
+        except Refused as e:
+            if e.code != "context_length_exceeded" or not count:
+                raise
+        messages, left = without_oldest_pictures(messages, count), left + count
+    if left:
+        why = "the conversation is longer than the model's context"
+        warnings.append(f"the oldest {left} pictures were left out, replaced by lines of text: {why}")
+    return messages, prompt
+
+
 def _after_tool(messages: list[Message]) -> bool:
     """Return whether a tool result follows the last answer, also if a user message follows that result."""
     roles = [message["role"] for message in messages]
@@ -269,9 +307,10 @@ def prompt_of(
             "messages: the conversation is empty; it needs at least one message (`input` in /v1/responses)",
             param="messages",
         )
+    check_characters([messages, tools], "messages")
     messages, tools = with_tools(info, messages, tools, template)
     try:
-        return encode_chat(info.tokenizer, info.marks, messages, tools, template, **how)
+        return encode_chat(info.tokenizer, info.marks, messages, tools, template, positions=info.positions, **how)
     except ValueError as e:
         raise Refused(str(e), param="messages") from e
 
@@ -308,5 +347,9 @@ def message_of(role: str, content: Content | None, reasoning: str, calls: list[d
 
 
 def function_call(name: Any, function: Any, arguments: Any) -> dict[str, Any]:
-    """Return a tool call in OpenAI's form. name: its id. function: the function's name. arguments: kept as given."""
-    return {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
+    """Return a tool call in OpenAI's form, whose arguments are a text or an object; any other value becomes its JSON.
+
+    name: its id. function: the function's name.
+    """
+    given = {} if arguments is None else arguments if isinstance(arguments, str | dict) else dumps(arguments)
+    return {"id": name, "type": "function", "function": {"name": function, "arguments": given}}

@@ -28,15 +28,16 @@ from .chat import ChatRequest
 from .completions import CompletionRequest
 from .failures import dropped, printable
 from .fields import Refused
-from .guard import Guard, RootPath, read_body
+from .guard import SAFE_HEADERS, Guard, RootPath, SafeHeaders
 from .job import LOST, Begun, End, Event, Failed, Job, Prefilled
 from .limits import QueueFull
 from .listing import health, model, models
 from .messages import MessagesRequest, anthropic_error, count_tokens
 from .ollama import OllamaChat, OllamaGenerate, ollama_error
 from .ollama_models import listed, running, show, version
+from .preparation import unless_gone
 from .responses import ResponsesRequest
-from .service import Service, unless_gone
+from .service import Service
 
 log = logging.getLogger("mlx_mtp.serve")
 log.addHandler(logging.NullHandler())  # only the command writes a log
@@ -49,11 +50,13 @@ UNSUPPORTED = {
     **dict.fromkeys(("/v1/embeddings", "/embeddings", "/api/embed", "/api/embeddings"), EMBEDDINGS),
     **dict.fromkeys(("/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete"), FIXED),
 }
+MOST_UNSENT = 10_000  # events of a stream that its client has not read
+SLOW = Failed(408, "the client reads the stream too slowly")
 FULL = "the queue is full or the server is ending; try again later"
 PAGE = Path(__file__).parent / "page"
 POLICY = (
     "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:; form-action 'none'; "
-    "base-uri 'none'"
+    "base-uri 'none'; frame-ancestors 'none'"
 )
 
 
@@ -81,6 +84,7 @@ def application(service: Service, root: str = "") -> Starlette:
             Mount("/page", StaticFiles(directory=PAGE)),
         ],
         middleware=[
+            Middleware(SafeHeaders),
             Middleware(RootPath, root=root),
             Middleware(CORSMiddleware, allow_origins=service.rules.origins, expose_headers=[WARNING], **cors),
             Middleware(Guard, rules=service.rules, refused=refused),
@@ -105,7 +109,8 @@ def _error(
         body = anthropic_error(status, message)
     else:
         body = ollama_error(message) if path.startswith("/api/") else openai_error(status, message, param, code)
-    return JSONResponse(body, status, {"retry-after": "1"} if status == 503 else {})
+    headers = {**SAFE_HEADERS, **({"retry-after": "1"} if status == 503 else {})}
+    return JSONResponse(body, status, headers)
 
 
 def _http_error(request: Request, error: HTTPException) -> Response:
@@ -135,9 +140,8 @@ async def metrics(request: Request) -> Response:
 
 async def counted(request: Request) -> Response:
     service: Service = request.app.state.service
-    body = await read_body(request, service.rules.body)
-    async with service.model_of(body, request) as (info, _):
-        found, warnings = await run_in_threadpool(count_tokens, body, info)
+    async with service.read(request) as (body, work), service.model_of(body, request) as (info, _):
+        found, warnings = await work.run(count_tokens, body, info)
     return JSONResponse(found, headers=_warned(request, warnings))
 
 
@@ -157,26 +161,11 @@ async def respond(request: Request, api: type[ApiRequest]) -> Response:
     failure after that is an error response. Of a stream it is one only if it is the first event and arrives within
     PATIENCE seconds; otherwise the stream ends with it. A request without choices only loads the model.
     """
-    service: Service = request.app.state.service
-    body = await read_body(request, service.rules.body)
-    begun = time.monotonic()
-    async with service.model_of(body, request) as (info, engine):
-        loaded = time.monotonic()
-        api_request = await run_in_threadpool(api, body, info)
-        api_request.begun, api_request.load_seconds = begun, loaded - begun
-        warned = _warned(request, api_request.warnings)
-        active = ActiveRequest(service, api_request, request.url.path, begun)
-        if len(api_request.requests) > (limit := engine.limits.queued):
-            raise Refused(
-                f"n: at most {limit} choices are allowed, of all prompts (--queue plus --parallel)", param="n"
-            )
-        service.submit(engine, active.jobs)
-        engine.idle_unload = engine.limits.idle_unload if api_request.idle is None else api_request.idle
-        engine.signal.set()  # the engine may wait for the seconds of an earlier request
+    active, warned = await _submitted(request, api)
     if not active.jobs:
-        return JSONResponse(api_request.whole([]), headers=warned)
+        return JSONResponse(active.api_request.whole([]), headers=warned)
     try:
-        if api_request.stream:
+        if active.api_request.stream:
             first = await active.next(PATIENCE)
             if isinstance(first, Failed):
                 return _error(request, first.status, first.message)
@@ -187,6 +176,27 @@ async def respond(request: Request, api: type[ApiRequest]) -> Response:
     except BaseException:
         active.cancel()
         raise
+
+
+async def _submitted(request: Request, api: type[ApiRequest]) -> tuple["ActiveRequest", dict[str, str]]:
+    """Read a request and submit it to its model's engine; return it and the header of its warnings."""
+    service: Service = request.app.state.service
+    async with service.read(request) as (body, work):
+        begun = time.monotonic()
+        async with service.model_of(body, request) as (info, engine):
+            loaded = time.monotonic()
+            api_request = await work.run(api, body, info)
+            api_request.begun, api_request.load_seconds = begun, loaded - begun
+            warned = _warned(request, api_request.warnings)
+            active = ActiveRequest(service, api_request, request.url.path, begun)
+            if len(api_request.requests) > (limit := engine.limits.queued):
+                raise Refused(
+                    f"n: at most {limit} choices are allowed, of all prompts (--queue plus --parallel)", param="n"
+                )
+            service.submit(engine, active.jobs)
+            engine.idle_unload = engine.limits.idle_unload if api_request.idle is None else api_request.idle
+            engine.signal.set()  # the engine may wait for the seconds of an earlier request
+    return active, warned
 
 
 async def _whole(request: Request, active: "ActiveRequest") -> Response:
@@ -224,7 +234,7 @@ class ActiveRequest:
         self._loop = asyncio.get_running_loop()
         more: Any = {"deadline": begun + service.timeout, "begun": begun}
         self.jobs = [Job(each, partial(self._emit, i), **more) for i, each in enumerate(api_request.requests)]
-        self._begun, self._ends = False, dict[int, End]()
+        self._begun, self._is_slow, self._ends = False, False, dict[int, End]()
 
     def cancel(self) -> None:
         for job in self.jobs:
@@ -232,7 +242,15 @@ class ActiveRequest:
 
     def _emit(self, choice: int, event: Event) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop has ended, and with it the connection
-            self._loop.call_soon_threadsafe(self._events.put_nowait, (choice, event))
+            self._loop.call_soon_threadsafe(self._put, choice, event)
+
+    def _put(self, choice: int, event: Event) -> None:
+        if self._events.qsize() >= MOST_UNSENT and not isinstance(event, End | Failed):
+            self.cancel()
+            event = SLOW
+        if not self._is_slow:
+            self._events.put_nowait((choice, event))
+        self._is_slow = self._is_slow or event is SLOW
 
     async def next(self, seconds: float) -> tuple[int, Event] | Failed | None:
         """Return (choice, event), or None after `seconds` without an event.

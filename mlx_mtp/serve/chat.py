@@ -4,31 +4,15 @@ from collections.abc import Iterable
 from typing import Any
 
 from .answer import Part, TextPart, TokenLogprob, calls_of, logprobs_of, text_of
-from .api_request import ROLES, Answer, ChoicesRequest, chat_decode_requests, function_call, message_of
-from .fields import (
-    MOST_TOP,
-    ModelInfo,
-    Refused,
-    boolean,
-    content_with_pictures,
-    fields_of,
-    integer,
-    items,
-    plain_text,
-    stops,
-    text,
-    tool_content,
-)
-from .forms import Message
+from .api_request import Answer, ChoicesRequest, chat_decode_requests, function_call, message_of
+from .chat_messages import messages_of
+from .contents import Contents
+from .fields import MOST_TOP, ModelInfo, Refused, boolean, integer, items, stops
 from .job import Begun, End
 from .output_format import output_of
-from .request_pictures import RequestPictures
 from .sampling_fields import most_tokens
 from .thinking import template_of
-from .tool_calls.schema import dumps
 from .tool_choice import openai_choice
-
-NO_PICTURES = RequestPictures()
 
 
 class ChatRequest(ChoicesRequest):
@@ -45,9 +29,8 @@ class ChatRequest(ChoicesRequest):
         top, logprobs = integer(body, "top_logprobs", 0, MOST_TOP), boolean(body, "logprobs")
         if top and not logprobs:
             raise Refused("top_logprobs: needs logprobs=true", param="top_logprobs")
-        pictures = RequestPictures(info)
-        messages = messages_of(items(body, "messages"), self.warnings, pictures)
-        pictures.open()
+        contents = Contents(info, self.warnings)
+        messages = contents.settled(messages_of(body, contents))
         self.requests = chat_decode_requests(
             info,
             body,
@@ -126,52 +109,3 @@ def functions_of(tools: list[dict[str, Any]], warnings: list[str], kind: str = "
         name = f" {tool['name'][:80]!r}" if isinstance(tool.get("name"), str) else ""
         warnings.append(f"tool{name} of type {repr(tool.get('type'))[:80]} is ignored; the server takes functions")
     return functions
-
-
-def messages_of(
-    given: list[dict[str, Any]], warnings: list[str], pictures: RequestPictures = NO_PICTURES, result: str = "content"
-) -> list[Message]:
-    """Return the messages of a request in the form that the chat template receives. Raises Refused.
-
-    Contents become `forms.Content`, the role developer becomes system, and function becomes tool. warnings: appended
-    to. pictures: collects those of the messages; without it they are refused, in a tool result replaced by a line of
-    text. In a message of the assistant they are always refused. result: name of the field of a tool result, for
-    warnings and errors.
-    """
-    return [_message(message, warnings, pictures, result) for message in given]
-
-
-def _message(message: dict[str, Any], warnings: list[str], pictures: RequestPictures, result: str) -> Message:
-    role = {"developer": "system", "function": "tool"}.get(str(message.get("role")), message.get("role"))
-    if role not in ROLES:
-        raise Refused(f"messages: role {role!r}; allowed are {', '.join(ROLES)} and developer", param="messages")
-    content = message.get("content")
-    if role == "tool":
-        content = tool_content(content, result, warnings, pictures.add if pictures.readable else None)
-    elif role == "assistant":
-        content = plain_text(content, "content")
-    else:
-        content = content_with_pictures(content, "content", pictures.add)
-    found: Message = {"role": role, "content": content}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if value := text(message, name):
-            found[name] = value
-    if role == "assistant" and (reasoning := text(message, "reasoning")):
-        found.setdefault("reasoning_content", reasoning)
-    given = items(message, "tool_calls")
-    if role == "assistant" and not given and (legacy := fields_of(message, "function_call")):
-        given = [{"function": legacy}]
-    if calls := [_call(call) for call in given]:
-        found["tool_calls"] = calls
-    return found
-
-
-def _call(call: dict[str, Any]) -> dict[str, Any]:
-    function, custom = call.get("function"), call.get("custom")
-    if call.get("type") == "custom" and isinstance(custom, dict):  # from a session with another server
-        function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
-    if not isinstance(function, dict) or not text(function, "name"):
-        raise Refused("tool_calls: a call needs a function with a name", param="messages")
-    given = function.get("arguments") or {}
-    arguments = given if isinstance(given, str | dict) else dumps(given)
-    return {"id": text(call, "id"), "type": "function", "function": {**function, "arguments": arguments}}

@@ -4,14 +4,13 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from ..generate import encoded
 from .answer import Part, TextPart, TokenLogprob, logprobs_of, text_of
 from .api_request import Answer, ChoicesRequest
 from .fields import MOST_CHOICES, MOST_TOP, ModelInfo, Refused, integer, stops
 from .job import Begun, End
 from .output_format import output_of
 from .prompts import Prompt
-from .sampling_fields import decode_requests, most_tokens
+from .sampling_fields import decode_requests, most_tokens, text_prompt
 from .structured import constraint_of
 
 
@@ -24,13 +23,14 @@ class CompletionRequest(ChoicesRequest):
         super().__init__(body, info)
         if (integer(body, "best_of", 1, MOST_CHOICES) or self.choices) != self.choices:
             raise Refused("best_of: allowed is only the value of n", param="best_of")
-        prompts = _prompts(body.get("prompt"), info)
-        if len(prompts) * self.choices > MOST_CHOICES:
+        given = _prompts(body.get("prompt"))
+        if len(given) * self.choices > MOST_CHOICES:
             raise Refused(f"prompt: allowed are at most {MOST_CHOICES} choices, n for each prompt", param="prompt")
         options: dict[str, Any] = {"most": most_tokens(body, "max_tokens", "n_predict"), "stops": stops(body, "stop")}
         options |= {"logprobs": integer(body, "logprobs", 0, MOST_TOP), "choices": self.choices}
         if output := output_of(self.api, body):
             options["grammar"] = constraint_of(info, output)
+        prompts = [_prompt(each, body, info) for each in given]
         self.requests = [request for prompt in prompts for request in decode_requests(info, prompt, body, **options)]
 
     def begin(self, begun: Begun) -> Iterable[str]:
@@ -70,15 +70,16 @@ def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
     }
 
 
-def _prompts(given: Any, info: ModelInfo) -> list[Prompt]:
-    """Return a list of one prompt for a text or for token ids, or of several for a list of these. Raises Refused."""
+def _prompts(given: Any) -> list[Any]:
+    """Return a list of one prompt, a text or token ids, or of the several in a list of these."""
     several = isinstance(given, list) and given and not all(type(each) is int for each in given)
-    return [_prompt(each, info) for each in (given if several else [given])]
+    return given if several else [given]
 
 
-def _prompt(given: Any, info: ModelInfo) -> Prompt:
+def _prompt(given: Any, body: dict[str, Any], info: ModelInfo) -> Prompt:
+    """Return the tokens of a text or of a list of token ids; raises Refused for another value."""
     if isinstance(given, str):
-        return Prompt(encoded(info.tokenizer, given))
+        return text_prompt(info, given, body)
     most = len(info.tokenizer)
     if isinstance(given, list) and given and all(type(token) is int and 0 <= token < most for token in given):
         return Prompt(given)

@@ -15,7 +15,21 @@ from urllib.parse import SplitResult, urlsplit
 SECONDS = 10.0  # for all pictures of a request together
 PORTS = {"http": 80, "https": 443}
 CHUNK = 1 << 16
-NAT64 = ipaddress.ip_network("64:ff9b::/96")  # IPv6 addresses that end with an IPv4 address
+# Not in every Python's table of private addresses, or able to lead to a private IPv4 address that they contain.
+REFUSED = [
+    ipaddress.ip_network(each)
+    for each in (
+        "::/96",  # IPv4-compatible
+        "::ffff:0:0:0/96",  # IPv4-translated (SIIT)
+        "64:ff9b::/96",  # NAT64
+        "64:ff9b:1::/48",  # local NAT64
+        "2001::/32",  # Teredo
+        "fec0::/10",  # site-local
+        "3fff::/20",  # documentation
+        "5f00::/16",  # segment routing
+        "192.88.99.0/24",  # 6to4 relays
+    )
+]
 
 
 def fetched(url: str, hosts: tuple[str, ...], most: int, until: float) -> bytes:
@@ -84,13 +98,11 @@ def _look_up(host: str, port: int, entries: Future[list[Any]]) -> None:
 
 
 def _is_public(address: str) -> bool:
-    """Return whether an IP address, and the IPv4 address in a mapped, 6to4 or NAT64 one, are global and unicast."""
+    """Return whether an IP address, and the IPv4 address in a mapped or 6to4 one, are global, unicast and direct."""
     found = ipaddress.ip_address(address.partition("%")[0])
-    inner: Any = None
-    if isinstance(found, ipaddress.IPv6Address):
-        inner = found.ipv4_mapped or found.sixtofour
-        inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF) if found in NAT64 else inner
-    return all(each.is_global and not each.is_multicast for each in (found, inner or found))
+    inner = (found.ipv4_mapped or found.sixtofour) if isinstance(found, ipaddress.IPv6Address) else None
+    refused = found.is_multicast or any(found in network for network in REFUSED)
+    return not refused and found.is_global and (inner is None or _is_public(str(inner)))
 
 
 @contextlib.contextmanager

@@ -172,6 +172,8 @@ FIELDS: dict[str, Field] = {
         "no effect by itself",
     ),
 }  # fmt: skip
+MOST_FIELDS = 1000  # of a body, or of an object in it
+MOST_SUGGESTIONS = 20  # to find the known field that is similar to an unknown one takes a millisecond
 UNKNOWN = Field("----")
 PARENTS = {name.partition(".")[0] for name in FIELDS if "." in name}
 
@@ -182,19 +184,28 @@ def check_fields(api: str, body: dict[str, Any]) -> list[str]:
     Members of the objects that FIELDS lists with a dot are checked too. Values of honoured fields are not.
     """
     warnings: list[str] = []
+    _check_number(body, "the body")
     for name, value in body.items():
         _check(api, name, value, name, warnings)
+        if isinstance(value, dict) and name != "logit_bias":
+            _check_number(value, name)
         if name in PARENTS and isinstance(value, dict):
             for inner, each in value.items():
                 _check(api, f"{name}.{inner}", each, name, warnings)
     return warnings
 
 
+def _check_number(fields: dict[str, Any], where: str) -> None:
+    if len(fields) > MOST_FIELDS:
+        raise Refused(f"{where}: {len(fields)} fields; allowed are {MOST_FIELDS}")
+
+
 def _check(api: str, name: str, value: Any, param: str, warnings: list[str]) -> None:
     field = FIELDS.get(name, UNKNOWN)
     treatment = field.treatment(api)
     if treatment == "unknown":
-        warnings.append(f"unknown field {name[:80]!r} is ignored{_suggestion(api, name)}")
+        suggestion = _suggestion(api, name) if len(warnings) < MOST_SUGGESTIONS else ""
+        warnings.append(f"unknown field {name[:80]!r} is ignored{suggestion}")
     elif treatment == "refused" and value not in (*NEUTRAL, *field.neutral):
         raise Refused(f"{name}: {field.note or 'not supported; leave it out'}", param=param)
 

@@ -1,17 +1,17 @@
 """Read and check the values of request fields; an error names the field and the allowed values."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .forms import Content, joined_contents
 from .frames import Frames
 from .prompts import Marks
 from .tool_calls.call_format import CallFormat
 
 LATEST = ":latest"  # Ollama's tag of a model without one
 MOST_CHOICES, MOST_STOPS, MOST_TOP = 16, 64, 20
+MOST_CHARACTERS = 8 * 10**6  # of a prompt, or of messages and tools together
 MAX_MESSAGE = 1000  # characters of an error message, which may quote the request
 
 
@@ -181,74 +181,21 @@ def _are_stops(value: Any) -> bool:
     return isinstance(found, list) and len(found) <= MOST_STOPS and all(isinstance(s, str) and s for s in found)
 
 
-TEXTS = ("text", "input_text", "output_text", "refusal")
-PICTURES = ("image", "image_url", "input_image")
-ENCRYPTED = "only the server that wrote it can decrypt its reasoning"
-NO_PICTURES = "pictures are not read here"  # part of prompts, see `tool_content`
-Picture = Callable[[dict[str, Any], str], dict[str, Any]]  # reads a part of a request, see `RequestPictures.add`
+def check_characters(value: Any, name: str) -> None:
+    """Raise Refused if the strings in a JSON value have more than MOST_CHARACTERS together. name: of the field."""
+    if (total := sum(map(len, strings_in(value)))) > MOST_CHARACTERS:
+        message = f"{name}: {total:,} characters; allowed are {MOST_CHARACTERS:,}"
+        raise Refused(message, code="context_length_exceeded", param=name)
 
 
-def plain_text(value: Any, name: str) -> str:
-    """Return content, a text or a list of text parts, as one text; "" for None. Raises Refused, naming the field."""
-    parts = _parts(value, name)
-    for part in parts:
-        if not isinstance(part, str):
-            kind = part.get("type")
-            what = f"a picture ({kind})" if kind in PICTURES else f"a part of type {repr(kind)[:80]}"
-            raise Refused(f"{name}: {what}; allowed is text", param=name)
-    return "".join(parts)
-
-
-def content_with_pictures(value: Any, name: str, picture: Picture) -> Content:
-    """Return content, a text or a list of parts, as one text, or as parts if pictures are among them; "" for None.
-
-    picture: returns the new part for a picture's part and `name`. Raises Refused, naming the field `name`, for a part
-    that is neither text nor picture, and as `picture`.
-    """
-    found: list[str | dict[str, Any]] = []
-    for part in _parts(value, name):
-        if isinstance(part, str):
-            found.append(part)
-        elif part.get("type") in PICTURES:
-            found.append(picture(part, name))
-        else:
-            kind = repr(part.get("type"))[:80]
-            raise Refused(f"{name}: a part of type {kind}; allowed are text and pictures", param=name)
-    return joined_contents(found)
-
-
-def tool_content(value: Any, name: str, warnings: list[str], picture: Picture | None) -> Content:
-    """Return a tool result, a text or a list of parts, as one text, or as parts if pictures are among them.
-
-    None is "". A part that is neither text nor picture is replaced by a line of text, with a warning; so is a picture
-    if `picture` is None. picture: as in `content_with_pictures`. name: the result's field, for messages. warnings:
-    appended to. Raises Refused for another value, and as `picture`.
-    """
-    found: list[str | dict[str, Any]] = []
-    noted = False
-    for part in _parts(value, name):
-        if isinstance(part, str):
-            found, noted = [*found, ("\n" if noted and part else "") + part], False
-        elif picture and part.get("type") in PICTURES:
-            found, noted = [*found, picture(part, name)], False
-        else:
-            kind = "picture" if part.get("type") in PICTURES else f"part of type {repr(part.get('type'))[:80]}"
-            line = f"[A {kind} was left out: {NO_PICTURES if kind == 'picture' else 'this type is not read here'}.]"
-            before = "".join(each for each in found if isinstance(each, str))
-            found, noted = [*found, ("\n" if before and not before.endswith("\n") else "") + line], True
-            warnings.append(f"{name}: a {kind} in a tool result was replaced by a line of text")
-    return joined_contents(found)
-
-
-def _parts(value: Any, name: str) -> list[Any]:
-    """Return the parts of a content, a text, a list of parts or None: strings for texts and refusals, else objects.
-
-    Raises Refused for another value.
-    """
-    if value is None or isinstance(value, str):
-        return [value or ""]
-    field_of({name: value}, name, "a text or a list of parts", _are_objects)
-    return [
-        text(part, "refusal" if part["type"] == "refusal" else "text") if part.get("type") in TEXTS else part
-        for part in value
-    ]
+def strings_in(value: Any) -> Iterator[str]:
+    """Yield all strings in a JSON value, with the names of objects' members."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from value
+        for each in value.values():
+            yield from strings_in(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from strings_in(each)

@@ -1,12 +1,14 @@
 """List equivalent forms of a conversation, for chat templates that refuse its original form."""
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 from .tool_calls.schema import dumps, types_of
 
 Message = dict[str, Any]
-# Of a message: a text or, with pictures, parts: {"type": "text", "text": ...}, {"type": "image", "picture": ...}.
+# Of a message: a text or, with pictures, parts: {"type": "text", "text": ...}, {"type": "image", "picture": ...}; a
+# picture of an earlier message also has "past": True.
 Content = str | list[dict[str, Any]]
 
 
@@ -16,6 +18,13 @@ class Conversation(NamedTuple):
     messages: list[Message]
     tools: list[Any] | None
 
+
+class Line(str):
+    """A text that stands on lines of its own: `joined_contents` puts it between line breaks."""
+
+
+OLD_PICTURE = Line("[old picture]")  # short, since it may stand in a prompt many times
+REFUSED_PICTURE = Line("[A picture was left out: the chat template refuses it.]")
 
 Change = Callable[[Conversation], Conversation]
 
@@ -43,27 +52,36 @@ def changed(conversation: Conversation, changes: Iterable[Change]) -> Conversati
 def joined(messages: list[Message], role: str) -> list[Message]:
     """Return messages in which adjacent ones of this role are merged into one."""
     found: list[Message] = []
-    for message in messages:
-        if found and message["role"] == found[-1]["role"] == role:
-            found[-1] = _merged(found[-1], message)
-        else:
-            found.append(message)
+    for each, group in groupby(messages, lambda message: message["role"]):
+        run = [*group]
+        found += [_merged(run)] if each == role and len(run) > 1 else run
     return found
 
 
 def joined_contents(contents: Iterable[Content | dict[str, Any]], space: str = "") -> Content:
     """Return contents and parts of contents, in their order, as one content: a text if no picture is among them.
 
-    space: put between adjacent texts. Without contents: "".
+    space: put between adjacent texts; next to a `Line` it is a line break. Without contents: "".
     """
     found: list[dict[str, Any]] = []
-    for content in contents:
-        for part in _parts(content):
-            if part["type"] == "text" and found and found[-1]["type"] == "text":
-                found[-1] = {"type": "text", "text": found[-1]["text"] + space + part["text"]}
-            else:
-                found.append(part)
-    return found if has_picture(found) else "".join(part["text"] for part in found)
+    parts = (part for content in contents for part in _parts(content))
+    for is_text, group in groupby(parts, lambda part: part["type"] == "text"):
+        run = [*group]
+        found += [{"type": "text", "text": _joined_texts((part["text"] for part in run), space)}] if is_text else run
+    return found if has_picture(found) else found[0]["text"] if found else ""
+
+
+def _joined_texts(texts: Iterable[str], space: str) -> str:
+    """Return texts as one, which is a `Line` if the last one is. space: as in `joined_contents`."""
+    found, last = list[str](), ""
+    for text in texts:
+        if isinstance(last, Line) or isinstance(text, Line):
+            found.append("\n" if last and text and not last.endswith("\n") and not text.startswith("\n") else "")
+        elif found:
+            found.append(space)
+        found.append(text)
+        last = text or last
+    return type(last)("".join(found))
 
 
 def _parts(content: Content | dict[str, Any]) -> list[dict[str, Any]]:
@@ -77,13 +95,15 @@ def has_picture(content: Content | None) -> bool:
     return isinstance(content, list) and any(part["type"] == "image" for part in content)
 
 
-def _merged(message: Message, more: Message) -> Message:
-    """Return one message with contents, reasoning and tool calls of two; for another field of both, `more` counts."""
-    found = {**message, **more}
+def _merged(messages: list[Message]) -> Message:
+    """Return one message with contents, reasoning and tool calls of all; of other fields the last one counts."""
+    found: Message = {}
+    for message in messages:
+        found |= message
     for name, space in (("content", "\n\n"), ("reasoning_content", "\n")):
-        if texts := [each[name] for each in (message, more) if each.get(name)]:
+        if texts := [each[name] for each in messages if each.get(name)]:
             found[name] = joined_contents(texts, space)
-    if calls := [*message.get("tool_calls", ()), *more.get("tool_calls", ())]:
+    if calls := [call for message in messages for call in message.get("tool_calls", ())]:
         found["tool_calls"] = calls
     return found
 
@@ -124,6 +144,31 @@ def _typed(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
 def _with_a_list_of_tools(conversation: Conversation) -> Conversation:
     """Replace absent tools by an empty list."""
     return conversation._replace(tools=conversation.tools or [])
+
+
+def _with_earlier_pictures_as_text(conversation: Conversation) -> Conversation:
+    """Replace all pictures of earlier messages by a line of text."""
+    return conversation._replace(messages=without_oldest_pictures(conversation.messages, line=REFUSED_PICTURE))
+
+
+def without_oldest_pictures(
+    messages: list[Message], count: int | None = None, line: Line = OLD_PICTURE
+) -> list[Message]:
+    """Return messages in which a line of text replaces the first pictures of earlier messages, at most `count`."""
+    oldest = islice(past_pictures(messages), count)
+    replaced: dict[int, dict[str, Any]] = {id(part): {"type": "text", "text": line} for part in oldest}
+    return [
+        {**message, "content": joined_contents(replaced.get(id(part), part) for part in content)}
+        if isinstance(content := message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
+def past_pictures(messages: list[Message]) -> Iterator[dict[str, Any]]:
+    """Yield the parts of all pictures of earlier messages, the oldest first."""
+    contents = [content for message in messages if isinstance(content := message.get("content"), list)]
+    return (part for content in contents for part in content if part.get("past"))
 
 
 def _with_one_system_turn(conversation: Conversation) -> Conversation:
@@ -228,10 +273,12 @@ def _call_as_text(call: dict[str, Any]) -> str:
     return f'<tool_call>\n{{"name": {dumps(name)}, "arguments": {written}}}\n</tool_call>'
 
 
-# Each returns a changed copy of a conversation; those that alter a prompt least come first.
+# Each returns a changed copy of a conversation; those that alter a prompt least come first, but for the pictures,
+# since some of the others change only messages without any.
 CHANGES: tuple[Change, ...] = (
     _with_a_list_of_tools,
     _with_tools_described,
+    _with_earlier_pictures_as_text,
     _with_one_system_turn,
     _with_one_call_a_turn,
     with_calls_after_content,

@@ -1,20 +1,21 @@
-"""Reject requests by API key, Host, Origin, content type, size and nesting of the body."""
+"""Reject requests by API key, Host, Origin, and form of the body."""
 
 import hmac
 import ipaddress
-import json
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .fields import Refused
 
-DEPTH = 64  # maximum nesting of a JSON body
 UNTYPED = "/api/"  # clients of this API may send another content type, such as curl's default, or none
+SAFE_HEADERS = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}  # of all responses
+CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii")
 OPEN = ("/", "/health")  # paths that need no key; nor do the page's files
 
 
@@ -31,12 +32,20 @@ class Rules:
     origins: tuple[str, ...] = ()
     body: int = 32 * 2**20
 
+    def __post_init__(self):
+        key = self.key
+        if key is not None and not (key and key.isascii() and key.isprintable() and key == key.strip()):
+            raise ValueError("the API key (--api-key): allowed is printable ASCII that is not empty or within spaces")
+
     def check(self, path: str, method: str, headers: Headers) -> None:
         """Raise Refused for headers that violate the rules.
 
-        Host and Origin: 403. The key, except for paths in OPEN and below /page/: 401. A POST of another content type
-        than application/json: 415; below /api/ only with an Origin, which browsers send with every POST.
+        Both a content length and a transfer encoding: 400. Host and Origin: 403. The key, except for paths in OPEN
+        and below /page/: 401. A POST of another content type than application/json: 415; below /api/ only with an
+        Origin, which browsers send with every POST. A POST that is compressed or in another charset than UTF-8: 415.
         """
+        if "content-length" in headers and "transfer-encoding" in headers:
+            raise Refused("both content-length and transfer-encoding are given; send one")
         host = host_of(headers.get("host", ""))
         if not (host in ("localhost", *self.hosts) or _is_address(host)):
             raise Refused(f"host {host[:80]!r} is not this server's; --allow-host adds it", status=403)
@@ -48,9 +57,8 @@ class Rules:
             raise Refused(
                 "the API key is missing or wrong; send it as a bearer token", status=401, code="invalid_api_key"
             )
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if method == "POST" and kind != "application/json" and (origin or not path.startswith(UNTYPED)):
-            raise Refused(f"content-type {kind[:80]!r}: allowed is application/json", status=415)
+        if method == "POST":
+            _check_form(headers, typed=bool(origin) or not path.startswith(UNTYPED))
 
     def has_key(self, headers: Headers) -> bool:
         """Return whether a request has the API key, or none is required."""
@@ -59,6 +67,19 @@ class Rules:
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else "")
         return hmac.compare_digest(given.encode(), self.key.encode())
+
+
+def _check_form(headers: Headers, *, typed: bool) -> None:
+    """Raise Refused (415) for a body that is compressed or in another charset; if `typed`, also unless it is JSON."""
+    kind, *parameters = headers.get("content-type", "").split(";")
+    if typed and kind.strip().lower() != "application/json":
+        raise Refused(f"content-type {kind[:80]!r}: allowed is application/json", status=415)
+    for name, _, value in (each.partition("=") for each in parameters):
+        if name.strip().lower() == "charset" and value.strip(" \t\"'").lower() not in CHARSETS:
+            raise Refused(f"content-type: charset {value[:80]!r}: allowed is utf-8", status=415)
+    for coding in ",".join(headers.getlist("content-encoding")).split(","):
+        if coding.strip().lower() not in ("", "identity"):
+            raise Refused(f"content-encoding {coding.strip()[:80]!r}: send the body without compression", status=415)
 
 
 def host_of(header: str) -> str:
@@ -75,6 +96,22 @@ def _is_address(host: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+class SafeHeaders:
+    """ASGI middleware that adds SAFE_HEADERS to each response."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app(scope, receive, partial(_send_safe, send) if scope["type"] == "http" else send)
+
+
+async def _send_safe(send: Send, message: Message) -> None:
+    if message["type"] == "http.response.start":
+        MutableHeaders(scope=message).update(SAFE_HEADERS)
+    await send(message)
 
 
 class RootPath:
@@ -103,50 +140,8 @@ class Guard:
             try:
                 self.rules.check(path, scope["method"], Headers(scope=scope))
             except Refused as e:
-                return await self.refused(Request(scope), e)(scope, receive, send)
+                response = self.refused(Request(scope), e)
+                if e.status == 400:  # of an ambiguous length: what follows may be a hidden request
+                    response.headers["connection"] = "close"
+                return await response(scope, receive, send)
         return await self.app(scope, receive, send)
-
-
-async def read_body(request: Request, limit: int) -> dict[str, Any]:
-    """Return the JSON object in a request's body.
-
-    Raises Refused for more than `limit` bytes (413), other content, nesting deeper than DEPTH, text that is not valid
-    Unicode, and numbers with a fraction or an exponent that overflow float64.
-    """
-    chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit:
-            raise Refused(f"the body is larger than {limit} bytes; --max-body raises this", status=413)
-        chunks.append(chunk)
-    try:
-        body = json.loads(b"".join(chunks), parse_constant=_no_constant)
-    except (ValueError, RecursionError) as e:
-        raise Refused(f"the body cannot be read as JSON: {str(e)[:200]}") from None
-    if not isinstance(body, dict):
-        raise Refused("the body is not a JSON object")
-    _check_depth(body)
-    for name, value in body.items():
-        _check_text(name, value)
-    return body
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _check_text(name: str, value: Any) -> None:
-    """Raise Refused for a field that a response cannot repeat: with lone surrogates, or an infinite number."""
-    try:
-        json.dumps({name: value}, ensure_ascii=False, allow_nan=False).encode()
-    except ValueError:
-        raise Refused(f"{ascii(name)[:80]}: allowed are valid Unicode and finite numbers") from None
-
-
-def _check_depth(value: Any, left: int = DEPTH) -> None:
-    if not isinstance(value, (dict, list)):
-        return
-    if not left:
-        raise Refused(f"the body is nested deeper than {DEPTH} levels")
-    for each in value.values() if isinstance(value, dict) else value:
-        _check_depth(each, left - 1)

@@ -1,6 +1,5 @@
 """Serve Anthropic's messages API: `POST /v1/messages` and `/v1/messages/count_tokens`."""
 
-import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,19 +11,21 @@ from .api_request import (
     data,
     end_of_prompt,
     figures,
+    fitting_prompt,
     function_call,
     message_of,
     new_id,
-    prompt_of,
 )  # fmt: skip
 from .chat import functions_of, strict_names
+from .chat_messages import role_of
+from .contents import ENCRYPTED, Contents, kind_of
 from .field_table import check_fields
-from .fields import ENCRYPTED, PICTURES, ModelInfo, Refused, items, plain_text, stops, text, tool_content
+from .fields import ModelInfo, Refused, items, stops, text
 from .forms import Message, joined_contents
 from .history import parsed
 from .job import Begun, End, Failed
 from .output_format import output_of
-from .request_pictures import RequestPictures
+from .places import ANSWER, CALL, OTHER, UNKNOWN, USER, Place, entries_of
 from .sampling_fields import most_tokens
 from .thinking import template_of
 from .tool_choice import ToolChoice, anthropic_choice
@@ -34,6 +35,8 @@ KINDS = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
+ROLES = {role: role for role in ("system", "user", "assistant")}
+SIDES = {"user": USER, "assistant": ANSWER, "system": OTHER}
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -46,9 +49,7 @@ class MessagesRequest(ApiRequest):
     def __init__(self, body: dict[str, Any], info: ModelInfo):
         super().__init__(body, info)
         choice = _choice(body, self.warnings)
-        pictures = RequestPictures(info)
-        found, template = conversation_of(body, self.warnings, pictures), template_of(body, info, self.warnings)
-        pictures.open()
+        found, template = conversation_of(body, Contents(info, self.warnings)), template_of(body, info, self.warnings)
         most, ends = most_tokens(body, "max_tokens"), stops(body, "stop_sequences")
         more: dict[str, Any] = {"most": most, "stops": ends, "output": output_of(self.api, body)}
         self.requests = chat_decode_requests(
@@ -62,6 +63,8 @@ class MessagesRequest(ApiRequest):
         yield data({"type": "message_start", "message": head})
 
     def part(self, choice: int, part: Part) -> Iterable[str]:
+        if not isinstance(part, ToolCall) and not part.text:
+            return
         block = self._block(part)
         kind = block["type"]
         if isinstance(part, ToolCall) or kind != self._open:
@@ -147,10 +150,9 @@ def count_tokens(body: dict[str, Any], info: ModelInfo) -> tuple[dict[str, int],
     info.adapter_of(body)
     warnings = check_fields("messages", body)
     tools = _choice(body, warnings).offered
-    pictures = RequestPictures(info)
-    messages, template = conversation_of(body, warnings, pictures), template_of(body, info, warnings)
-    pictures.count()
-    prompt = prompt_of(info, messages, tools, template, turns=False, **end_of_prompt(body, messages))
+    messages = conversation_of(body, Contents(info, warnings), count=True)
+    template, how = template_of(body, info, warnings), end_of_prompt(body, messages)
+    _, prompt = fitting_prompt(info, body, messages, tools, template, warnings, turns=False, **how)
     return {"input_tokens": len(prompt.tokens)}, warnings
 
 
@@ -174,73 +176,73 @@ def _choice(body: dict[str, Any], warnings: list[str]) -> ToolChoice:
     return anthropic_choice(body, tools, strict_names(given))
 
 
-def conversation_of(body: dict[str, Any], warnings: list[str], pictures: RequestPictures) -> list[Message]:
+def conversation_of(body: dict[str, Any], contents: Contents, *, count: bool = False) -> list[Message]:
     """Return a body's `system` and `messages` in OpenAI's form, with `Content`.
 
-    warnings: appended to. pictures: collects those of the messages.
-    Raises Refused for an invalid message, and if there are only system messages, or none.
+    count: as in `Contents.settled`. Raises Refused for what is not read in `system` or in the newest message of the
+    user, and if there are only system messages, or none.
     """
     found: list[Message] = []
-    if system := _system(body.get("system")):
+    if system := _system(body.get("system"), contents):
         found.append({"role": "system", "content": system})
-    for message in items(body, "messages"):
-        found += _messages(message, warnings, pictures)
+    for message, place in entries_of(body, "messages", _side):
+        found += _messages(message, place, contents)
     if not any(message["role"] != "system" for message in found):
         raise Refused("messages: at least one message of the user or the assistant is required", param="messages")
-    return found
+    return contents.settled(found, count=count)
 
 
-def _system(given: Any) -> str:
+def _system(given: Any, contents: Contents) -> str:
     if given is None or isinstance(given, str):
         return given or ""
-    texts = [plain_text([block], "system") for block in items({"system": given}, "system")]
-    return "\n".join(each for each in texts if not each.startswith(BILLING))
+    place = Place("system", new=True)
+    blocks = contents.blocks(given, place)
+    texts = [joined_contents(contents.part(each, place.at(i), sees=False)) for i, each in enumerate(blocks)]
+    return "\n".join(each for each in map(str, texts) if not each.startswith(BILLING))
 
 
-def _messages(message: dict[str, Any], warnings: list[str], pictures: RequestPictures) -> list[Message]:
+def _side(message: Any) -> str:
+    found = SIDES.get(str(message.get("role")), UNKNOWN) if isinstance(message, dict) else UNKNOWN
+    content = message.get("content") if found == ANSWER else None
+    called = isinstance(content, list) and any(str(kind_of(block)).endswith("tool_use") for block in content)
+    return CALL if called else found
+
+
+def _messages(message: Any, place: Place, contents: Contents) -> list[Message]:
     """Return a message as messages in OpenAI's form: one per tool result, then one of all its other blocks.
 
-    The last one is left out if there are results and it would have neither text, pictures nor calls. warnings:
-    appended to, for encrypted reasoning, blocks of tools that the server lacks, and replaced parts of results.
-    pictures: collects those of the message. Raises Refused.
+    The last one is left out if there are results and it would have neither text, pictures nor calls.
     """
-    role, content = message.get("role"), message.get("content")
-    if role not in ("system", "user", "assistant"):
-        raise Refused(f"messages: role {role!r}; allowed are system, user and assistant", param="messages")
-    if not isinstance(content, list):
-        return [{"role": role, "content": plain_text(content, "content")}]
-    contents, reasoning, calls, results = [], [], [], []
-    for block in items(message, "content"):
-        kind = block.get("type")
-        if kind == "text":
-            contents.append(text(block, "text"))
-        elif kind in PICTURES and role != "assistant":
-            contents.append(pictures.add(block, "messages"))
+    message = message if isinstance(message, dict) else {"content": message}
+    role, given, at = role_of(message, place, contents, ROLES), message.get("content"), place.at("content")
+    if given is None or isinstance(given, str):
+        return [{"role": role, "content": given or ""}]
+    found, reasoning, calls, results = list[Any](), [], [], []
+    for i, block in enumerate(contents.blocks(given, at)):
+        kind, spot = kind_of(block), at.at(i)
+        if role == "user" and kind == "tool_result":
+            results.append(_tool_result(block, spot.past(), contents))
+        elif role == "assistant" and _is_call(block):
+            calls.append(function_call(contents.word(block, "id", spot), block["name"], block.get("input") or {}))
         elif role == "assistant" and (kind == "redacted_thinking" or _is_empty(block)):
-            warnings.append(f"messages: a block of type {kind!r} was left out; {ENCRYPTED}")
-        elif kind == "thinking" and role == "assistant":
-            reasoning.append(text(block, "thinking"))
-        elif role == "assistant" and (kind == "server_tool_use" or str(kind).endswith("_tool_result")):
-            warnings.append(f"messages: a block of type {str(kind)[:80]!r} was left out; the server has no such tool")
-        elif kind == "tool_use" and role == "assistant":
-            calls.append(function_call(text(block, "id"), text(block, "name"), block.get("input") or {}))
-        elif kind == "tool_result" and role == "user":
-            results.append(_tool_result(block, warnings, pictures))
+            contents.note(spot, f"a block of type {kind!r} was left out; {ENCRYPTED}")
+        elif role == "assistant" and kind == "thinking" and isinstance(block.get("thinking"), str | None):
+            reasoning.append(block.get("thinking") or "")
         else:
-            allowed = {"user": "text, image and tool_result", "assistant": "text, thinking and tool_use"}
-            kinds = allowed.get(role, "text and image")
-            raise Refused(f"messages: a block of type {kind!r} from {role}; allowed: {kinds}", param="messages")
-    rest = message_of(role, joined_contents(contents, "\n"), "\n".join(reasoning), calls)
-    return [*results, rest] if contents or calls or not results else results
+            found += contents.part(block, spot, sees=role != "assistant")
+    rest = message_of(role, joined_contents(found, "\n"), "\n".join(reasoning), calls)
+    return [*results, rest] if found or calls or not results else results
 
 
-def _is_empty(block: dict[str, Any]) -> bool:
+def _is_call(block: Any) -> bool:
+    return kind_of(block) == "tool_use" and isinstance(name := block.get("name"), str) and bool(name)
+
+
+def _is_empty(block: Any) -> bool:
     """Return whether a block is reasoning of which a server sent only the signature, an encrypted form."""
-    return block.get("type") == "thinking" and not text(block, "thinking") and bool(block.get("signature"))
+    return kind_of(block) == "thinking" and not block.get("thinking") and bool(block.get("signature"))
 
 
-def _tool_result(block: dict[str, Any], warnings: list[str], pictures: RequestPictures) -> Message:
-    content = block.get("content")
-    content = content if isinstance(content, (str, list)) or content is None else json.dumps(content)
-    content = tool_content(content, "tool_result", warnings, pictures.add if pictures.readable else None)
-    return {"role": "tool", "tool_call_id": text(block, "tool_use_id"), "content": content}
+def _tool_result(block: dict[str, Any], place: Place, contents: Contents) -> Message:
+    content = contents.result(block.get("content"), place.at("content"))
+    return {"role": "tool", "tool_call_id": contents.word(block, "tool_use_id", place), "content": content}

@@ -6,18 +6,18 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
 
-from ..generate import encoded
 from .answer import Part, TextPart, ToolCall, calls_of, text_of
 from .api_request import Answer, ApiRequest, chat_decode_requests
-from .chat import functions_of, messages_of
+from .chat import functions_of
+from .chat_messages import messages_of
+from .contents import Contents
 from .fields import ModelInfo, Refused, boolean, items, stops, text
+from .forms import Message
 from .history import parsed
 from .job import Begun, DecodeRequest, End, Failed
 from .ollama_fields import as_openai, chat_messages, generate_messages, idle_seconds, most_predicted
 from .output_format import output_of
-from .prompts import Prompt
-from .request_pictures import RequestPictures
-from .sampling_fields import decode_requests
+from .sampling_fields import decode_requests, text_prompt
 from .structured import constraint_of
 from .thinking import template_of
 from .tool_choice import openai_choice
@@ -54,19 +54,17 @@ class OllamaRequest(ApiRequest):
         raise NotImplementedError
 
     def chat_requests(
-        self, info: ModelInfo, body: dict[str, Any], given: dict[str, Any], messages: list[dict[str, Any]]
+        self, info: ModelInfo, body: dict[str, Any], given: dict[str, Any], messages: list[Message]
     ) -> list[DecodeRequest]:
         """Return a list with the request of the one choice for a conversation. Raises Refused.
 
-        body: in Ollama's form. given: what `as_openai` returns for the body. messages: in OpenAI's form.
+        body: in Ollama's form. given: what `as_openai` returns for the body. messages: for the chat template.
         """
-        tools, pictures = functions_of(items(body, "tools"), self.warnings), RequestPictures(info)
-        found = messages_of(messages, self.warnings, pictures)
-        pictures.open()
+        tools = functions_of(items(body, "tools"), self.warnings)
         return chat_decode_requests(
             info,
             given,
-            found,
+            messages,
             openai_choice({}, tools, ()),
             template_of(given, info, self.warnings),
             self.warnings,
@@ -142,8 +140,9 @@ class OllamaChat(OllamaRequest):
     """A request of `/api/chat`."""
 
     def decode_requests(self, body: dict[str, Any], given: dict[str, Any], info: ModelInfo) -> list[DecodeRequest]:
-        messages = chat_messages(body)
-        return self.chat_requests(info, body, given, messages) if messages else []
+        contents, messages = Contents(info, self.warnings), chat_messages(body)
+        found = contents.settled(messages_of({"messages": messages}, contents))
+        return self.chat_requests(info, body, given, found) if messages else []
 
     def piece(self, part: Part) -> dict[str, Any]:
         return {"message": {"role": "assistant", **self._content(part)}}
@@ -169,14 +168,16 @@ class OllamaGenerate(OllamaRequest):
         if not (prompt := text(body, "prompt")) and not body.get("images"):
             return []
         if not boolean(body, "raw"):
-            return self.chat_requests(info, {**body, "tools": None}, given, generate_messages(body))
+            contents = Contents(info, self.warnings)
+            messages = contents.settled(generate_messages(body, contents))
+            return self.chat_requests(info, {**body, "tools": None}, given, messages)
         if body.get("images"):
             raise Refused("images: a raw prompt has no place for pictures; leave out raw", param="images")
         output, more = output_of("ollama", body), {}
         if output:
             more["grammar"] = constraint_of(info, output)
         given = {**given, "prompt": prompt}
-        tokens = Prompt(encoded(info.tokenizer, prompt))
+        tokens = text_prompt(info, prompt, given)
         return decode_requests(info, tokens, given, most=most_predicted(body), stops=stops(given, "stop"), **more)
 
     def piece(self, part: Part) -> dict[str, Any]:

@@ -3,8 +3,11 @@
 import re
 from typing import Any
 
-from .fields import Refused, field_of, fields_of, items, text
+from .chat_messages import message_of_chat
+from .contents import Contents
+from .fields import Refused, field_of, fields_of, text
 from .forms import Message
+from .places import Place
 from .sampling_fields import LARGE
 
 FIELDS = ("model", "messages", "prompt", "system", "tools", "format", "options", "stream", "think", "keep_alive")
@@ -74,32 +77,36 @@ def idle_seconds(body: dict[str, Any]) -> float | None:
     return float("inf") if value < 0 else float(value)
 
 
-def chat_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of `/api/chat` in OpenAI's form, as `messages_of` receives them. Raises Refused.
+def chat_messages(body: dict[str, Any]) -> list[Any]:
+    """Return the messages of `/api/chat` with ids that link tool results to their calls; [] without messages.
 
     Tool calls without an id get one. A tool result without an id gets that of the first call that has no result yet
-    in the latest message with calls; if the result names its tool, of the first call of this tool.
+    in the latest message with calls; if the result names its tool, of the first call of this tool. Nothing else is
+    changed or checked, but for messages that are no list, which raises Refused.
     """
-    found: list[dict[str, Any]] = []
+    found: list[Any] = []
     pending: list[dict[str, Any]] = []
-    for given in items(body, "messages"):
-        message = {name: given[name] for name in ("role", "content", "tool_call_id") if given.get(name) is not None}
-        if thought := text(given, "thinking"):
-            message["reasoning_content"] = thought
-        if given.get("images"):
-            message["content"] = _with_pictures(text(given, "content"), given)
-        if calls := items(given, "tool_calls"):
-            number = sum(len(each.get("tool_calls", ())) for each in found)
-            calls = [{"id": f"call_{number + i}", **call} for i, call in enumerate(calls)]
-            message["tool_calls"], pending = calls, [*calls]
-        if given.get("role") == "tool":
-            _link(message, text(given, "tool_name") or text(given, "name"), pending)
+    number = 0
+    for given in field_of(body, "messages", "a list of objects", lambda v: isinstance(v, list)) or []:
+        message = dict(given) if isinstance(given, dict) else given
         found.append(message)
+        if not isinstance(message, dict):
+            continue
+        if isinstance(calls := message.get("tool_calls"), list) and calls:
+            message["tool_calls"] = [_with_id(call, number + i) for i, call in enumerate(calls)]
+            number += len(calls)
+            pending = [call for call in message["tool_calls"] if isinstance(call, dict)]
+        if message.get("role") == "tool":
+            _link(message, message.get("tool_name") or message.get("name"), pending)
     return found
 
 
-def _link(result: Message, name: str, pending: list[dict[str, Any]]) -> None:
-    """Add `name`, unless "", to a tool result and, if the result has no id, that of its call, if one is pending.
+def _with_id(call: Any, number: int) -> Any:
+    return {"id": f"call_{number}", **call} if isinstance(call, dict) else call
+
+
+def _link(result: Message, name: Any, pending: list[dict[str, Any]]) -> None:
+    """Add `name`, unless it is empty, to a tool result and, if the result has no id, that of its call.
 
     The call is the first of `pending` that has the result's id or, if the result has none, the name ("": any); it is
     removed from `pending`.
@@ -107,10 +114,10 @@ def _link(result: Message, name: str, pending: list[dict[str, Any]]) -> None:
     if name:
         result["name"] = name
     given = result.get("tool_call_id")
-    fits = [call for call in pending if given in (None, call["id"]) and (given or name in ("", _name(call)))]
+    fits = [call for call in pending if given in (None, call["id"]) and (given or not name or name == _name(call))]
     if fits:
         pending.remove(fits[0])
-        result.setdefault("tool_call_id", fits[0]["id"])
+        result["tool_call_id"] = fits[0]["id"]
 
 
 def _name(call: dict[str, Any]) -> Any:
@@ -118,24 +125,11 @@ def _name(call: dict[str, Any]) -> Any:
     return function.get("name") if isinstance(function, dict) else None
 
 
-def generate_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of `/api/generate` in OpenAI's form: `system`, unless it is empty, and `prompt`.
+def generate_messages(body: dict[str, Any], contents: Contents) -> list[Message]:
+    """Return the messages of `/api/generate` for the chat template: `system`, unless it is empty, and `prompt`.
 
     The user message of the prompt has the pictures in `images`. Raises Refused for fields of another type.
     """
-    system, content = text(body, "system"), _with_pictures(text(body, "prompt"), body)
-    return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": content}]
-
-
-def _with_pictures(content: str, body: dict[str, Any]) -> Any:
-    """Return the pictures in `images`, in Base64, followed by a text, as a list of parts; without pictures the text.
-
-    The parts have the form that `RequestPictures.add` receives; an empty text is left out. Raises Refused if `images`
-    is no list of texts.
-    """
-    allowed = "a list of pictures in Base64"
-    pictures = field_of(body, "images", allowed, lambda v: isinstance(v, list) and all(isinstance(p, str) for p in v))
-    if not pictures:
-        return content
-    parts = [{"type": "image", "source": {"type": "base64", "data": picture}} for picture in pictures]
-    return [*parts, {"type": "text", "text": content}] if content else parts
+    system, given = text(body, "system"), {"content": text(body, "prompt"), "images": body.get("images")}
+    question = message_of_chat({"role": "user", **given}, Place("", new=True), contents)
+    return [*([{"role": "system", "content": system}] if system else []), question]

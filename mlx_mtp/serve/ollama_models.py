@@ -11,7 +11,6 @@ from .._version import __version__
 from ..checkpoint.stored_template import default_template, stored_template
 from .catalog import Offer
 from .fields import Refused, text
-from .guard import read_body
 from .listing import offer_of
 from .service import Service
 
@@ -45,8 +44,8 @@ async def version(request: Request) -> Response:
 async def show(request: Request) -> Response:
     """Return the facts about a model, without loading it. Raises Refused: 400 without a name, else as `offer_of`."""
     service: Service = request.app.state.service
-    body = await read_body(request, service.rules.body)
-    name = text(body, "model") or text(body, "name")
+    async with service.read(request) as (body, _):
+        name = text(body, "model") or text(body, "name")
     if not name:
         raise Refused("model: missing; GET /api/tags lists the names", param="model")
     offer = offer_of(service, name)

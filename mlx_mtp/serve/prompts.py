@@ -12,8 +12,10 @@ from ..checkpoint.chat_template import parts_with_pictures, render
 from ..pictures.place import place, row_of
 from ..pictures.rows import Picture
 from .continued import after_prompt, begun_answer, is_begun, is_marked, render_begun, with_mark
+from .departure import check_client
 from .forms import Change, Conversation, Message, changed, forms, with_calls_after_content, with_calls_as_text
 from .history import IN_ASCII, PLACEHOLDER, linked, placeholders, restored, with_arguments
+from .prompt_length import check_length
 from .template_traits import REASONING_FIELDS, Traits, traits_of
 
 # Around the hexadecimal form of a special token that a user wrote. They are noncharacters of Unicode, which some
@@ -75,14 +77,16 @@ class Rendered(NamedTuple):
 
 
 class Chat(NamedTuple):
-    """A tokenizer's chat template with its traits."""
+    """A tokenizer's chat template with its traits. positions: as in `encode_chat`."""
 
     tokenizer: Any
     marks: Marks
     traits: Traits
+    positions: int | None
 
     def rendered(self, form: Conversation, options: dict[str, Any]) -> Rendered:
         """Render a form, if possible with tool-call arguments as the client wrote them; ValueError if refused."""
+        check_client()
         options = {**options, **({} if form.tools is None else {"tools": _escaped(form.tools, self.marks.every)})}
         messages = [_escaped_message(message, self.marks, self.traits) for message in form.messages]
         escape = partial(_escaped, pattern=self.marks.special)
@@ -95,6 +99,21 @@ class Chat(NamedTuple):
         messages, _ = with_arguments(messages, self.traits, escape, exact=False)
         text = render_begun(self.tokenizer, messages, options)
         return Rendered(form, messages, [], options, text, self._has_all(text, messages))
+
+    def check_contents(self, messages: list[Message]) -> None:
+        """Raise TooLong for contents too long for the context. Answers are not counted: templates shorten them."""
+        if self.positions is not None:
+            contents = (each.get("content") or "" for each in messages if each["role"] != "assistant")
+            parts = (part for each in contents for part in ([{"text": each}] if isinstance(each, str) else each))
+            check_length(self.tokenizer, (part.get("text", "").strip() for part in parts), self.positions)
+
+    def encode(self, text: str) -> list[int]:
+        """Encode a rendered text; raises TooLong if it is too long for the context."""
+        if self.positions is not None:
+            parts = ESCAPED.split(text)
+            letters = sum(len(bytes.fromhex(part).decode()) for part in parts[1::2])
+            check_length(self.tokenizer, parts[::2], self.positions, letters)
+        return _encode(self.tokenizer, text)
 
     def _has_all(self, text: str, messages: list[Message]) -> bool:
         """Return whether a rendered text has the contents of all system messages, and one mark for each picture."""
@@ -114,15 +133,18 @@ def encode_chat(
     turns: bool,
     answers: bool = True,
     continues: bool = True,
+    positions: int | None = None,
 ) -> Prompt:
     """Return a conversation, rendered with the chat template, as a `Prompt`; special tokens in messages stay text.
 
     options: variables of the template. turns: also return `Prompt.turns`. answers: end with the generation prompt.
     continues: with `answers`, a last message of the assistant is an unfinished answer; the prompt ends within it.
+    positions: of the context; None: any length is encoded.
     Raises ValueError, with the template's last reason, if the template refuses all equivalent forms, and unless it
-    writes a mark for each picture.
+    writes a mark for each picture; TooLong, as `check_length`; and ClientDisconnect, as `check_client`.
     """
-    chat = Chat(tokenizer, marks, traits_of(tokenizer))
+    chat = Chat(tokenizer, marks, traits_of(tokenizer), positions)
+    chat.check_contents(messages)
     prompting, closed = ({**options, "add_generation_prompt": each} for each in (True, False))
     if not (answers and continues and is_begun(messages)):
         return _encode_chat(chat, Conversation(messages, tools), prompting if answers else closed, turns=turns)
@@ -132,7 +154,7 @@ def encode_chat(
             return _encode_chat(chat, Conversation([*before, with_mark(last)], tools), closed, turns=turns)
     prompt = _encode_chat(chat, Conversation(before, tools), prompting, turns=turns)
     texts = (_escaped(last.get(name) or "", marks.special) for name in ("reasoning_content", "content"))
-    return prompt._replace(tokens=prompt.tokens + _encode(tokenizer, after_prompt(tokenizer, prompt.tokens, *texts)))
+    return prompt._replace(tokens=prompt.tokens + chat.encode(after_prompt(tokenizer, prompt.tokens, *texts)))
 
 
 def _encode_chat(chat: Chat, conversation: Conversation, options: dict[str, Any], *, turns: bool) -> Prompt:
@@ -158,7 +180,7 @@ def _encode_chat(chat: Chat, conversation: Conversation, options: dict[str, Any]
         found = found or rendered
     if found is None:
         raise error or ValueError("the chat template accepts no form that ends with the answer to be continued")
-    tokens, pictures = _encode(chat.tokenizer, found.text), parts_with_pictures(found.messages)
+    tokens, pictures = chat.encode(found.text), parts_with_pictures(found.messages)
     starts, mark = _turns(chat.tokenizer, found, tokens) if turns else (), chat.marks.picture
     if mark is None:
         assert not pictures
@@ -199,6 +221,7 @@ def _escaped_message(message: Message, marks: Marks, traits: Traits) -> Message:
 
     In an answer only special tokens are escaped, not, for example, marks of reasoning. Calls are not escaped.
     """
+    check_client()
     pattern = marks.special if message["role"] == "assistant" else marks.every
     kept, renamed = ("role", "tool_calls"), {REASONING_FIELDS[0]: traits.reasoning}
     found = {renamed.get(key, key): each if key in kept else _escaped(each, pattern) for key, each in message.items()}

@@ -8,12 +8,17 @@ from typing import Any, NamedTuple
 
 from ..pictures.decoded import DecodedFiles
 from ..pictures.header import stated_head
-from ..pictures.image import Limits, from_base64, from_data_url, unchecked
+from ..pictures.image import Limits, from_base64, from_data_url
 from ..pictures.rows import Picture
 from .fetch import SECONDS, fetched
-from .fields import NO_PICTURES, ModelInfo, Refused, fields_of, text
+from .fields import ModelInfo, Refused
+from .places import Place
+from .preparation import check_client
 
 MOST_PICTURES = 20  # of a request
+BLOCK = 10  # earlier pictures that are left out together, so that the next requests begin with the same tokens
+TOO_MANY = f"only the newest {MOST_PICTURES} or fewer of a conversation are read"
+TOO_LONG = "the pictures of the conversation are longer than the model's context"
 LOW = 512 * 512  # maximum pixels of a picture of detail "low", which is shrunk to them
 DETAILS = ("auto", "high", "low", "original")
 FILES = DecodedFiles()  # a client sends the pictures of a conversation again with each request
@@ -26,8 +31,8 @@ TURN = 0.2  # seconds of waiting for DECODING between two checks
 class Source(NamedTuple):
     """A picture as a client sent it, and `part`, the part of a message that it becomes.
 
-    number: of the picture in the request, from 1 on. data: base64, or a URL if `is_url`. field: of the request, for
-    errors. most: as in `Vision.grid`; None: the vision tower's own maximum.
+    number: of the picture in the request, from 1 on. data: base64, or a URL if `is_url`. place: in the request. most:
+    as in `Vision.grid`; None: the vision tower's own maximum.
     """
 
     number: int
@@ -35,7 +40,10 @@ class Source(NamedTuple):
     data: str
     is_url: bool
     most: int | None
-    field: str
+    place: Place
+
+
+LeftOut = list[tuple[Source, str]]  # pictures of earlier messages that are not read, each with the reason
 
 
 class RequestPictures:
@@ -45,86 +53,125 @@ class RequestPictures:
     """
 
     def __init__(self, info: ModelInfo | None = None):
-        self._info, self._sources = info, list[Source]()
+        self._info, self._sources, self._left = info, list[Source](), LeftOut()
         self.readable = info is not None and info.vision is not None
 
-    def add(self, given: dict[str, Any], field: str) -> dict[str, Any]:
+    def add(self, given: dict[str, Any], place: Place) -> dict[str, Any]:
         """Return {"type": "image"} for the part of a picture in any API; `open` or `count` adds "picture" to it.
 
-        field: the request's field, for errors. Raises Refused for an invalid part, for more than MOST_PICTURES, and
-        unless `readable`.
+        Raises ValueError for an invalid part, and for more than MOST_PICTURES in the newest message of the user.
         """
-        if not self.readable:
-            why = self._info.blind if self._info else ""
-            what = f"a picture ({given.get('type')})"
-            raise Refused(f"{field}: {what}, but {NO_PICTURES}{why and ': '}{why}", param=field)
-        number, part = len(self._sources) + 1, {"type": "image"}
-        if number > MOST_PICTURES:
-            raise Refused(f"{field}: more than {MOST_PICTURES} pictures in a request; send fewer", param=field)
-        data, is_url, detail = _given(given, f"{field}: picture {number}", field)
-        self._sources.append(Source(number, part, data, is_url, LOW if detail == "low" else None, field))
+        if place.new and sum(source.place.new for source in self._sources) == MOST_PICTURES:
+            raise ValueError(f"more than {MOST_PICTURES} pictures in a request; send fewer")
+        part, (data, is_url, detail) = {"type": "image"}, _given(given)
+        self._sources.append(Source(self.number, part, data, is_url, LOW if detail == "low" else None, place))
         return part
 
-    def open(self, check: Callable[[], None] = unchecked) -> None:
+    @property
+    def number(self) -> int:
+        """The number of the picture that is added next, from 1 on."""
+        return len(self._sources) + 1
+
+    def open(self, check: Callable[[], None] = check_client) -> LeftOut:
         """Read and check all pictures; set "picture" in each part to the `Picture` of the model's vision tower.
 
         A file's bytes are decoded unless FILES contains the file. check: called often meanwhile; what it raises ends
-        the work. Raises Refused for a picture that cannot be read, before any is decoded if its header shows this,
-        for more than MOST_PIXELS to be decoded, and unless the pictures have fewer rows together than the model has
+        the work. Returns the pictures of earlier messages that are left out: those that cannot be read, and the
+        oldest of too many. Raises Refused for one of the newest message that cannot be read, before any is decoded if
+        its header shows this, and unless the remaining pictures have fewer rows together than the model has
         positions.
         """
-        if not self._sources:
-            return
-        assert self._info
-        files = self._files()
-        rows = sum(self._counted(source, file).rows for source, file in files)
-        if rows >= self._info.positions:
-            numbers = f"{rows} tokens of pictures > {self._info.positions - 1} maximum"
-            raise Refused(f"prompt is too long: {numbers}", code="context_length_exceeded", param=files[0][0].field)
-        _check_pixels(files)
-        for source, file in files:
-            with _turn(check), _refusing(source):
+        for source, file in self._affordable(self._fitting(self._files())):
+            assert self._info
+            with self._refusing(source), _turn(check):
                 image = FILES.open(file, source.number, LIMITS, check)
                 source.part["picture"] = self._info.vision.picture(image, most=source.most)
+        return self._left
 
-    def count(self) -> None:
+    def count(self) -> LeftOut:
         """Set "picture" in each part to a `Picture` without digest, with the number of rows that the header shows.
 
-        Files are fetched but not decoded. Raises Refused for a file that cannot be fetched or has no valid header.
+        Files are fetched but not decoded. Returns and raises Refused as `open`, for files that cannot be fetched or
+        have no valid header.
         """
-        for source, file in self._files():
+        for source, file in self._fitting(self._files()):
             source.part["picture"] = self._counted(source, file)
+        return self._left
 
     def _files(self) -> list[tuple[Source, bytes]]:
-        until = time.monotonic() + SECONDS
-        return [(source, self._file(source, until)) for source in self._sources]
+        """Return the files of the pictures that are read, and have a valid header; the oldest of too many are not."""
+        past, excess = (
+            [source for source in self._sources if not source.place.new],
+            len(self._sources) - MOST_PICTURES,
+        )
+        self._left = [(source, TOO_MANY) for source in past[: max(0, -(-excess // BLOCK) * BLOCK)]]
+        oldest, until = {source.number for source, _ in self._left}, time.monotonic() + SECONDS
+        found = list[tuple[Source, bytes]]()
+        for source in self._sources:
+            if source.number not in oldest:
+                with self._refusing(source):
+                    file = self._file(source, until)
+                    self._counted(source, file)
+                    found.append((source, file))
+        return found
+
+    def _fitting(self, files: list[tuple[Source, bytes]]) -> list[tuple[Source, bytes]]:
+        """Return `files` without the oldest earlier ones that the context has no room for. May raise Refused."""
+        if not files:
+            return files
+        assert self._info
+        while (rows := sum(self._counted(*each).rows for each in files)) >= self._info.positions:
+            oldest = [source for source, _ in files if not source.place.new][:BLOCK]
+            dropped = {source.number for source in oldest}
+            if not oldest:
+                numbers = f"{rows} tokens of pictures > {self._info.positions - 1} maximum"
+                error = files[0][0].place.refused("")
+                raise Refused(f"prompt is too long: {numbers}", code="context_length_exceeded", param=error.param)
+            self._left += [(source, TOO_LONG) for source in oldest]
+            files = [each for each in files if each[0].number not in dropped]
+        return files
 
     def _file(self, source: Source, until: float) -> bytes:
-        """Return the bytes of a picture's file. until: time.monotonic() at which a fetch ends. Raises Refused."""
-        with _refusing(source):
-            if not source.is_url:
-                return from_base64(source.data)
-            assert self._info
-            if source.data[:8].lower().startswith(("http://", "https://")):
-                return fetched(source.data, self._info.fetch, LIMITS.nbytes, until)
-            return from_data_url(source.data)
+        """Return the bytes of a picture's file. until: time.monotonic() at which a fetch ends. Raises ValueError."""
+        if not source.is_url:
+            return from_base64(source.data)
+        assert self._info
+        if source.data[:8].lower().startswith(("http://", "https://")):
+            return fetched(source.data, self._info.fetch, LIMITS.nbytes, until)
+        return from_data_url(source.data)
 
     def _counted(self, source: Source, file: bytes) -> Picture:
-        """Return a `Picture` without digest, of the size that a picture's file states. Raises Refused."""
+        """Return a `Picture` without digest, of the size that a picture's file states. May raise ValueError."""
         assert self._info
-        with _refusing(source):
-            head = stated_head(file)
-            LIMITS.check(head.height, head.width, head.format)
-            return Picture(b"", self._info.vision.grid(head.height, head.width, most=source.most))
+        head = stated_head(file)
+        LIMITS.check(head.height, head.width, head.format)
+        return Picture(b"", self._info.vision.grid(head.height, head.width, most=source.most))
 
+    def _affordable(self, files: list[tuple[Source, bytes]]) -> list[tuple[Source, bytes]]:
+        """Return `files` without earlier ones beyond MOST_PIXELS to be decoded; the newest count first."""
+        found, left = list[tuple[Source, bytes]](), MOST_PIXELS
+        for source, file in reversed(files):
+            with self._refusing(source):
+                if not FILES.known(file):
+                    head = stated_head(file)
+                    left -= head.height * head.width
+                    if left < 0:
+                        most = f"allowed are {MOST_PIXELS:,} in all pictures of a request; send fewer or smaller ones"
+                        raise ValueError(f"{head.width} x {head.height} pixels; {most}")
+                found.append((source, file))
+        return found[::-1]
 
-def _check_pixels(files: list[tuple[Source, bytes]]) -> None:
-    """Raise Refused if pictures that are to be decoded have more than MOST_PIXELS together."""
-    heads = [(source, stated_head(file)) for source, file in files if not FILES.known(file)]
-    for count, (source, head) in enumerate(heads):
-        if sum(each.height * each.width for _, each in heads[: count + 1]) > MOST_PIXELS:
-            most = f"allowed are {MOST_PIXELS:,} in all pictures of a request; send fewer or smaller ones"
-            raise Refused(f"picture {source.number}: {head.width} x {head.height} pixels; {most}", param=source.field)
+    @contextmanager
+    def _refusing(self, source: Source) -> Iterator[None]:
+        """Catch a ValueError of the block: leave out the picture, or raise Refused for one of the newest message."""
+        try:
+            yield
+        except ValueError as e:
+            before = f"picture {source.number}: "
+            why = str(e).removeprefix(before)
+            if source.place.new:
+                raise source.place.refused(before + why) from None
+            self._left.append((source, why))
 
 
 @contextmanager
@@ -138,39 +185,34 @@ def _turn(check: Callable[[], None]) -> Iterator[None]:
         DECODING.release()
 
 
-@contextmanager
-def _refusing(source: Source) -> Iterator[None]:
-    """Raise Refused, with the picture's number in the message, for a ValueError of the block."""
-    try:
-        yield
-    except ValueError as e:
-        before = f"picture {source.number}: "
-        raise Refused(before + str(e).removeprefix(before), param=source.field) from None
-
-
-def _given(given: dict[str, Any], where: str, field: str) -> tuple[str, bool, str | None]:
+def _given(given: dict[str, Any]) -> tuple[str, bool, str | None]:
     """Return (base64 data or URL of a picture, whether it is a URL, its detail or None), from a part of any API.
 
-    where: names field and picture in errors. Raises Refused for an invalid part.
+    Raises ValueError for an invalid part.
     """
-    source = fields_of(given, "source") if given.get("type") == "image" else {}
+    source = given.get("source") if given.get("type") == "image" else None
+    if source is not None and not isinstance(source, dict):
+        raise ValueError(f"source={repr(source)[:80]}: allowed is an object")
+    source = source or {}
     if given.get("file_id") or source.get("type") == "file" or source.get("file_id"):
-        raise Refused(f"{where}: file_id is not supported, as the server stores no files; send the data", param=field)
+        raise ValueError("file_id is not supported, as the server stores no files; send the data")
     if given.get("type") == "image":
         name = {"base64": "data", "url": "url"}.get(str(source.get("type")))
         if name is None:
-            raise Refused(f"{where}: source needs type base64 or url", param=field)
-        return _nonempty(source, name, where, field), name == "url", None
+            raise ValueError("source needs type base64 or url")
+        return _nonempty(source, name), name == "url", None
     url: Any = given.get("image_url")
     nested = url if isinstance(url, dict) else {"url": url}
     detail = nested.get("detail", given.get("detail"))
     if detail is not None and detail not in DETAILS:
-        allowed = ", ".join(DETAILS)
-        raise Refused(f"{where}: detail={repr(detail)[:80]}: allowed are {allowed}", param=field)
-    return _nonempty(nested, "url", where, field), True, detail
+        raise ValueError(f"detail={repr(detail)[:80]}: allowed are {', '.join(DETAILS)}")
+    return _nonempty(nested, "url"), True, detail
 
 
-def _nonempty(part: dict[str, Any], name: str, where: str, field: str) -> str:
-    if not (found := text(part, name)):
-        raise Refused(f"{where}: {name} is missing", param=field)
+def _nonempty(part: dict[str, Any], name: str) -> str:
+    found = part.get(name)
+    if found is not None and not isinstance(found, str):
+        raise ValueError(f"{name}={repr(found)[:80]}: allowed is a text")
+    if not found:
+        raise ValueError(f"{name} is missing")
     return found

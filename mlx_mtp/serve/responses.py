@@ -1,17 +1,18 @@
 """Serve OpenAI's responses API, text and tools, without stored responses: `POST /v1/responses`."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
-from .answer import Part, ToolCall, calls_of, text_of
-from .api_request import Answer, ApiRequest, chat_decode_requests, data, figures, function_call, new_id, openai_error
-from .chat import NO_PICTURES, functions_of, messages_of, strict_names
-from .fields import ENCRYPTED, ModelInfo, Refused, items, stops, text
-from .forms import Message, joined
+from .answer import Part, ToolCall
+from .api_request import Answer, ApiRequest, chat_decode_requests, data, figures, new_id, openai_error
+from .chat import functions_of, strict_names
+from .contents import Contents
+from .fields import ModelInfo, Refused, items, stops
 from .job import Begun, End, Failed
 from .output_format import output_of
-from .request_pictures import RequestPictures
+from .response_items import conversation_of
 from .sampling_fields import most_tokens
 from .thinking import template_of
 from .tool_choice import openai_choice
@@ -30,9 +31,7 @@ class ResponsesRequest(ApiRequest):
         template = template_of(body, info, self.warnings)
         most, ends = most_tokens(body, "max_output_tokens", "max_tokens"), stops(body, "stop")
         more: dict[str, Any] = {"most": most, "stops": ends, "output": output_of(self.api, body)}
-        pictures = RequestPictures(info)
-        found = _messages(body, self.warnings, pictures)
-        pictures.open()
+        found = conversation_of(body, Contents(info, self.warnings))
         self.requests = chat_decode_requests(
             info, body, found, choice, template, self.warnings, self.call_ids, **more
         )
@@ -56,13 +55,18 @@ class ResponsesRequest(ApiRequest):
             yield self._item_event("done", item)
             self._items.append(item)
             return
+        if not part.text:
+            return
         yield from self._open_item("reasoning" if part.reasoning else "message")
         self._text += part.text
         name = "response.reasoning_text.delta" if part.reasoning else "response.output_text.delta"
         yield self._event(name, delta=part.text, **self._at(), **({} if part.reasoning else {"logprobs": []}))
 
     def finish(self, choice: int, end: End) -> Iterable[str]:
-        yield from self._close_item()
+        cut = end.reason == "length"
+        if not (self._items or self._kind or cut):
+            yield from self._open_item("message")
+        yield from self._close_item("incomplete" if cut else "completed")
         self._end = end
 
     def close(self) -> Iterable[str]:
@@ -75,12 +79,9 @@ class ResponsesRequest(ApiRequest):
 
     def whole(self, answers: list[Answer]) -> dict[str, Any]:
         ((parts, end),) = answers
-        content, calls = text_of(parts), calls_of(parts)
-        if reasoning := text_of(parts, reasoning=True):
-            self._items.append(_text_item("reasoning", new_id("rs_"), reasoning))
-        if content or not calls:
-            self._items.append(_text_item("message", new_id("msg_"), content))
-        self._items += [self._call_item(call) for call in calls]
+        for part in parts:
+            deque(self.part(0, part), maxlen=0)  # which completes the items
+        deque(self.finish(0, end), maxlen=0)
         return self._ended(end)
 
     def _at(self) -> dict[str, Any]:
@@ -96,10 +97,11 @@ class ResponsesRequest(ApiRequest):
         if kind == "message":
             yield self._event("response.content_part.added", part=_content(""), **self._at())
 
-    def _close_item(self) -> Iterable[str]:
+    def _close_item(self, status: str = "completed") -> Iterable[str]:
+        """Yield the events that close the open item, if there is one. status: its own."""
         if not self._kind:
             return
-        item = _text_item(self._kind, self._item, self._text)
+        item = {**_text_item(self._kind, self._item, self._text), "status": status}
         if self._kind == "message":
             yield self._event("response.output_text.done", text=self._text, logprobs=[], **self._at())
             yield self._event("response.content_part.done", part=_content(self._text), **self._at())
@@ -155,16 +157,6 @@ class ResponsesRequest(ApiRequest):
         }
 
 
-# Types of items that are calls: the function's name, None if the item states it, and the key of the arguments.
-CALLS = {
-    "function_call": (None, "arguments"),
-    "custom_tool_call": (None, "input"),
-    "local_shell_call": ("local_shell", "action"),
-}
-OUTPUTS = tuple(f"{kind}_output" for kind in CALLS)
-LEFT_OUT = ("web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call", "ghost_snapshot")
-
-
 def _content(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
@@ -186,46 +178,3 @@ def _check_include(given: Any) -> None:
     for name in given if isinstance(given, list) else []:
         if isinstance(name, str) and name.endswith("logprobs"):
             raise Refused(f"include: {name[:80]!r} is not supported; leave it out", param="include")
-
-
-def _messages(body: dict[str, Any], warnings: list[str], pictures: RequestPictures = NO_PICTURES) -> list[Message]:
-    """Return `instructions` and `input`, a text or items, as messages of chat completions. Raises Refused.
-
-    Adjacent messages of the assistant are merged. warnings: appended to. pictures: as in `messages_of`.
-    """
-    instructions, given = text(body, "instructions"), body.get("input")
-    found: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
-    if isinstance(given, str):
-        found.append({"role": "user", "content": given})
-    else:
-        found += [message for item in items(body, "input") for message in _message(item, warnings)]
-    return joined(messages_of(found, warnings, pictures, "output"), "assistant")
-
-
-def _message(item: dict[str, Any], warnings: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield an item as a message of chat completions; reasoning, text and calls are separate items and messages.
-
-    An item of LEFT_OUT is a warning instead; reasoning that is only there in encrypted form is "", with a warning.
-    Calls of other tools in CALLS, from a session with another server, become function calls. Raises Refused for other
-    types.
-    """
-    kind = str(item.get("type", "message"))
-    if kind == "message":
-        yield {"role": item.get("role"), "content": item.get("content")}
-    elif kind in CALLS:
-        name, key = CALLS[kind]
-        arguments = item.get(key) if kind == "function_call" else {key: item.get(key)}
-        call = function_call(item.get("call_id"), name or item.get("name"), arguments)
-        yield {"role": "assistant", "tool_calls": [call]}
-    elif kind in OUTPUTS:
-        yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
-    elif kind == "reasoning":
-        reasoning = "".join(text(part, "text") for part in items(item, "content"))
-        if item.get("encrypted_content") and not reasoning:
-            warnings.append(f"input: an item of type {kind!r} was left out; {ENCRYPTED}")
-        yield {"role": "assistant", "reasoning_content": reasoning}
-    elif kind in LEFT_OUT:
-        warnings.append(f"input: an item of type {kind!r} was left out; the server has no such tool")
-    else:
-        allowed = "messages, reasoning, function calls and their outputs"
-        raise Refused(f"input: an item of type {kind[:80]!r}; allowed are {allowed}", param="input")

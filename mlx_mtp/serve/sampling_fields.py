@@ -1,9 +1,13 @@
 """Read the sampling fields of a request, and create the engine's request for each choice."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from .fields import MOST_STOPS, ModelInfo, Refused, boolean, field_of, integer, number
+from ..generate import encoded
+from .fields import MOST_STOPS, ModelInfo, Refused, boolean, check_characters, field_of, integer, number
 from .job import DecodeRequest
+from .prompt_length import TooLong, check_length
 from .prompts import Prompt
 from .token_rules import TokenRules
 
@@ -33,9 +37,7 @@ def decode_requests(
     if not prompt.tokens:
         raise Refused("the prompt is empty", param="prompt")
     if room < 1:
-        numbers = f"{len(prompt.tokens)} tokens > {info.positions - 1} maximum"
-        param = next((name for name in ("messages", "input", "prompt") if name in body), None)  # None: Ollama's
-        raise Refused(f"prompt is too long: {numbers}", code="context_length_exceeded", param=param)
+        raise _too_long(f"{len(prompt.tokens)} tokens", info, body)
     rules = _rules(body, info, most)
     if most is None and info.max_tokens is not None:
         most = max(info.max_tokens, rules.min_tokens)
@@ -46,6 +48,29 @@ def decode_requests(
     seeds = ((sampling["seed"] + i) % 2**63 for i in range(choices))
     more |= {"turns": prompt.turns, "pictures": prompt.pictures}
     return [DecodeRequest(prompt.tokens, sampling={**sampling, "seed": seed}, **more) for seed in seeds]
+
+
+def text_prompt(info: ModelInfo, text: str, body: dict[str, Any]) -> Prompt:
+    """Return the tokens of a text without a template; raises Refused if it is too long for the context."""
+    check_characters(text, "prompt")
+    with refusing_long(info, body):
+        check_length(info.tokenizer, [text], info.positions)
+    return Prompt(encoded(info.tokenizer, text))
+
+
+@contextmanager
+def refusing_long(info: ModelInfo, body: dict[str, Any]) -> Iterator[None]:
+    """Raise Refused, as for a prompt that leaves no room for a token, for a TooLong of the block."""
+    try:
+        yield
+    except TooLong as e:
+        raise _too_long(str(e), info, body) from None
+
+
+def _too_long(numbers: str, info: ModelInfo, body: dict[str, Any]) -> Refused:
+    param = next((name for name in ("messages", "input", "prompt") if name in body), None)  # None: Ollama's
+    message = f"prompt is too long: {numbers} > {info.positions - 1} maximum"
+    return Refused(message, code="context_length_exceeded", param=param)
 
 
 def most_tokens(body: dict[str, Any], *names: str) -> int | None:

@@ -26,6 +26,7 @@ from ..grammar import vocabulary_of
 from .app import Service, application
 from .batch_decoder import BatchDecoder
 from .catalog import Offer
+from .connection import Connection
 from .engine import Engine, Limits
 from .failures import dropped
 from .fields import ModelInfo
@@ -179,14 +180,8 @@ def _opened_offer(load: Callable[[Offer], Loaded], settings: Settings, offer: Of
 def run(service: Service, settings: Settings) -> None:
     """Serve until a signal or the end of the engine's thread; raises as `serve`."""
     engine = service.engine
-    config = uvicorn.Config(
-        application(service, settings.root_path),
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=int(settings.grace) + 1,
-        h11_max_incomplete_event_size=32 * 1024,
-    )
+    more = {"log_level": "warning", "timeout_graceful_shutdown": int(settings.grace) + 1}
+    config = config_of(application(service, settings.root_path), settings.limits, **more)
     server, sockets = Server(config, engine, settings.grace), listening(settings.host, settings.port)
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
         signal.signal(signal.SIGHUP, server.handle_exit)  # a closed terminal; nohup ignores it
@@ -200,6 +195,12 @@ def run(service: Service, settings: Settings) -> None:
         os._exit(0)
     if engine.error is not None:
         raise engine.error
+
+
+def config_of(app: Any, limits: Limits, **more: Any) -> uvicorn.Config:
+    """Return uvicorn's configuration for an application, with the limits of `Connection`. more: further options."""
+    connection: Any = partial(Connection, most=64 + 2 * limits.queued)
+    return uvicorn.Config(app, http=connection, ws="none", access_log=False, server_header=False, **more)
 
 
 def listening(host: str, port: int) -> list[socket.socket]:

@@ -1,14 +1,14 @@
 """Hold the state that all routes share, and choose the model of a request."""
 
-import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Coroutine
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
+from .body import parsed_body
 from .catalog import Offer
 from .engine import Engine
 from .fields import ModelInfo, Refused
@@ -16,8 +16,7 @@ from .guard import Rules
 from .job import Job
 from .metrics import Metrics
 from .models import Models
-
-T = TypeVar("T")
+from .preparation import Preparations, Work, unless_gone
 
 
 @dataclass
@@ -33,6 +32,7 @@ class Service:
     rules: Rules
     timeout: float = float("inf")
     info: ModelInfo | None = None
+    preparations: Preparations = field(default_factory=Preparations)
 
     @property
     def models(self) -> Models | None:
@@ -44,6 +44,19 @@ class Service:
         if self.info is None or self.engine.state == "failed":
             raise Refused("the model is still loading, or has failed; repeat the request later", status=503)
         return self.info
+
+    @contextlib.asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[tuple[dict[str, Any], Work]]:
+        """Yield the JSON object in a request's body, and the work on the request, which the block may continue.
+
+        Raises Refused as `Preparations.body` and `parsed_body`, QueueFull if requests in preparation and queued jobs
+        leave no room, and ClientDisconnect.
+        """
+        engines = self.models.engines if self.models else [self.engine]
+        async with self.preparations.body(request, self.rules.body) as content:
+            queued = sum(engine.queued for engine in engines)
+            with self.preparations.place(request, len(content), queued, self.engine.limits.queued) as work:
+                yield await work.run(parsed_body, content), work
 
     @contextlib.asynccontextmanager
     async def model_of(self, body: dict[str, Any], request: Request) -> AsyncIterator[tuple[ModelInfo, Engine]]:
@@ -85,22 +98,3 @@ class Service:
             return [Offer(name, adapter=info.adapter_of({"model": name}) or "", **facts) for name in info.listed]
         models.named({})  # may raise
         return [models.offer_of(name) for name in models.names]
-
-
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`; if the client disconnects before, cancel it and raise ClientDisconnect."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnect
-    finally:
-        for each in (task, gone):
-            each.cancel()
-        await asyncio.wait((task,))
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -5,11 +5,12 @@ import io
 import struct
 import sys
 import zlib
+from urllib.parse import quote
 
 import numpy as np
 import pytest
 from fuzzing import profile
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.pictures import library
@@ -134,7 +135,7 @@ REFUSED = {
     "a device": ("/dev/zero", "/dev/zero: no such file"),
     "a number": (7, "a value of type int; expected a path"),
     "not base64": ("data:image/png;base64,%%%%", "the data are not valid base64"),
-    "a line break in base64": ("data:image/png;base64,iVBO\nRw0K", "the data are not valid base64"),
+    "a letter too many in base64": ("data:image/png;base64,iVBOR", "the data are not valid base64"),
     "a data: URL of text": ("data:image/png,abc", "the data: URL is not in base64"),
     "a data: URL without data": ("data:image/png;base64", "the data: URL is not in base64"),
     "floating-point numbers": (Image.new("F", (2, 2)), "it cannot be decoded"),
@@ -154,7 +155,40 @@ def test_requests_can_only_name_data():
     for url in ("https://example.org/a.png", "file:///etc/passwd", "/etc/passwd", "a.png", "", "blob:x;base64,AAAA"):
         with pytest.raises(ValueError, match="no data: URL"):
             from_data_url(url)
-    assert from_data_url("DATA:;BASE64,QUJD") == b"ABC"
+
+
+def spellings(text):
+    """Base64 as clients write it: padded or not, in lines, with spaces, in the alphabet of URLs, percent-encoded."""
+    urls, lines = (
+        text.replace("+", "-").replace("/", "_"),
+        "\r\n".join(text[i : i + 5] for i in range(0, len(text), 5)),
+    )
+    return [text, text.rstrip("="), urls, urls.rstrip("="), lines, lines + "\n", " " + " ".join(text) + "\t"]
+
+
+HEADS = ("data:image/png;base64", "DATA:;BASE64", "data:;base64", "data:image/png;charset=utf-8;base64")
+HEADS += ("data:image/svg+xml;name=a.png; Base64 ", " data:text/plain;base64")
+
+
+@given(data=st.binary(max_size=9) | st.sampled_from([b"\xfb\xef\xbe\xff" * n for n in range(4)]))
+@settings(max_examples=60, deadline=None)
+def test_base64_is_read_in_its_common_spellings(data):
+    for text in spellings(base64.b64encode(data).decode()):
+        assert from_base64(text) == data
+        for head in HEADS:
+            assert from_data_url(f"{head},{text}") == data
+            assert from_data_url(f"{head},{quote(text, safe='')}") == data
+
+
+TOO_MANY_OR_FEW = ["A", "AAAAA", "A=", "AA===", "AAA==", "AAAA=", "=", "AA=A", "AA==AA=="]
+
+
+@pytest.mark.parametrize(
+    "text", [*TOO_MANY_OR_FEW, "A.AA", "+A-A", "/A_A", "AÄAA", "QUJD\0", "QU\u2028JD", "QU%4AD", "data:;base64,QUJD"]
+)
+def test_other_texts_are_no_base64(text):
+    with pytest.raises(ValueError, match="not valid base64"):
+        from_base64(text)
 
 
 def gif(width, height, frame=(1, 1)):

@@ -6,6 +6,7 @@ The callables are found by watching a run (`raising.Calls`), so a new one is tes
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,7 @@ from mlx_mtp.serve.batch_decoder import BatchDecoder
 from mlx_mtp.serve.engine import Engine, Limits
 from mlx_mtp.serve.job import DecodeRequest, End, Failed, Job, Served
 from mlx_mtp.serve.prefixes import Chunking, PrefixTree
+from mlx_mtp.serve.preparation import Preparations
 from mlx_mtp.serve.server import Loaded
 
 OPTIONS = {"num_draft_tokens": 2, "adaptive": False}
@@ -33,6 +35,9 @@ ON_THE_ENGINE = ("engine", "job", "batch_decoder", "failures", "answer", "prefix
 IN_THE_APPLICATION = (
     "app",
     "guard",
+    "service",
+    "preparation",
+    "body",
     "chat",
     "api_request",
     "fields",
@@ -195,6 +200,7 @@ def asked(**more) -> dict:
 def visit(service, calls: Calls) -> list:
     """Request a response, a stream, metrics, an error, the models, and a response after all failures."""
     host = {"base_url": "http://localhost", "raise_server_exceptions": False}
+    service = replace(service, preparations=Preparations())  # whose threads start while they are watched
     with calls.watched(), TestClient(application(service), **host) as client:
         client.get("/health")
         calls.armed = True

@@ -9,11 +9,12 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 
 from mlx_mtp.demo import demo_path
-from mlx_mtp.serve import field_table, fields, messages, responses
-from mlx_mtp.serve.chat import messages_of
+from mlx_mtp.serve import field_table, messages, response_items
+from mlx_mtp.serve.chat_messages import messages_of
+from mlx_mtp.serve.contents import ENCRYPTED as ENCRYPTED_TEXT
+from mlx_mtp.serve.contents import Contents
 from mlx_mtp.serve.field_table import APIS, FIELDS, TREATMENTS, UNKNOWN, check_fields
 from mlx_mtp.serve.fields import Refused
-from mlx_mtp.serve.request_pictures import RequestPictures
 from mlx_mtp.serve.template_probes import renders_tools
 from mlx_mtp.serve.thinking import template_of
 
@@ -333,10 +334,10 @@ def test_encrypted_reasoning_is_left_out_with_a_warning(name):
     user, warnings = {"role": "user", "content": "hi"}, []
     blocks = [[*READABLE], [ENCRYPTED[name], *READABLE]]
     bodies = [{"messages": [user, {"role": "assistant", "content": each}, user]} for each in blocks]
-    found = [messages.conversation_of(body, warnings, RequestPictures()) for body in bodies]
+    found = [messages.conversation_of(body, Contents(None, warnings)) for body in bodies]
     assert found[0] == found[1]
     kind = ENCRYPTED[name]["type"]
-    assert warnings == [f"messages: a block of type {kind!r} was left out; {fields.ENCRYPTED}"]
+    assert warnings == [f"messages[1].content[0]: a block of type {kind!r} was left out; {ENCRYPTED_TEXT}"]
 
 
 def test_encrypted_reasoning_of_responses_is_left_out_with_a_warning():
@@ -347,22 +348,23 @@ def test_encrypted_reasoning_of_responses_is_left_out_with_a_warning():
         ({}, 0),
     ):
         warnings = []
-        responses._messages({"input": [{"type": "reasoning", "summary": [], **item}]}, warnings)
+        given = [{"type": "reasoning", "summary": [], **item}]
+        response_items.conversation_of({"input": given}, Contents(None, warnings))
         assert len(warnings) == count
         assert all("was left out" in warning for warning in warnings)
 
 
 @pytest.mark.parametrize("api", SESSIONS)
 def test_a_session_with_another_server_can_be_continued(served, api):
-    """Tool calls of other types become function calls; items without a counterpart are left out with a warning."""
+    """Tool calls of other types become function calls; items without a counterpart become lines, with a warning."""
     user = {"role": "user", "content": "hi"}
     name = "input" if api == "responses" else "messages"
     response = post(served, api, **{name: [user, *SESSIONS[api], user]})
     assert response.status_code == 200, response.text
     assert ("left out" in response.headers.get(WARNING, "")) == (api != "chat")
     if api != "messages":
-        whole = [user, *SESSIONS[api], user] if api == "chat" else None
-        found = messages_of(whole, []) if whole else responses._messages({"input": [user, *SESSIONS[api], user]}, [])
+        convert = messages_of if api == "chat" else response_items.conversation_of
+        found = convert({name: [user, *SESSIONS[api], user]}, Contents())
         calls = [call["function"] for message in found for call in message.get("tool_calls", ())]
         assert [call["name"] for call in calls] == ["apply_patch", "local_shell"]
         assert calls[0]["arguments"] == {"input": "*** Begin"}

@@ -14,8 +14,9 @@ from starlette.testclient import TestClient
 
 from mlx_mtp.layers.runtime import Runtime
 from mlx_mtp.serve.app import Service, application
+from mlx_mtp.serve.body import DEPTH
 from mlx_mtp.serve.engine import Limits
-from mlx_mtp.serve.guard import DEPTH, Rules
+from mlx_mtp.serve.guard import Rules
 from mlx_mtp.serve.metrics import Metrics
 from mlx_mtp.serve.server import Loaded, listening
 

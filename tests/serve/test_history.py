@@ -12,7 +12,8 @@ from templates import CONVERSATIONS, OFFERED, OWN, A, U, all_templates, call, re
 
 from mlx_mtp.serve.answer import Splitter, calls_of, text_of
 from mlx_mtp.serve.api_request import CallIds
-from mlx_mtp.serve.chat import messages_of
+from mlx_mtp.serve.chat_messages import messages_of
+from mlx_mtp.serve.contents import Contents
 from mlx_mtp.serve.prompts import encode_chat, marks_of
 from mlx_mtp.serve.template_traits import traits_of
 from mlx_mtp.serve.tool_calls.table import format_of
@@ -41,7 +42,8 @@ def tokenizer_named(name):
 
 def rendered(name, messages, tools=OFFERED, **options):
     tokenizer = tokenizer_named(name)
-    prompt = encode_chat(tokenizer, marks_of(tokenizer), messages_of(messages, []), tools, options, turns=True)
+    found = messages_of({"messages": messages}, Contents())
+    prompt = encode_chat(tokenizer, marks_of(tokenizer), found, tools, options, turns=True)
     return tokenizer.decode(prompt.tokens)
 
 

@@ -9,7 +9,8 @@ import pytest
 from served import KEY
 
 from mlx_mtp.serve.answer import TextPart
-from mlx_mtp.serve.chat import messages_of
+from mlx_mtp.serve.chat_messages import messages_of
+from mlx_mtp.serve.contents import Contents
 from mlx_mtp.serve.fields import Refused
 from mlx_mtp.serve.ollama import OllamaChat, OllamaGenerate
 from mlx_mtp.serve.ollama_fields import as_openai, chat_messages, idle_seconds, most_predicted
@@ -187,7 +188,7 @@ def test_messages_become_those_of_chat_completions():
         {"role": "assistant", "tool_calls": [{"id": "own", **CALL}, call]},
         {"role": "tool", "tool_call_id": "own", "content": "x"},
     ]
-    found = messages_of(chat_messages({"messages": given}), [])
+    found = messages_of({"messages": chat_messages({"messages": given})}, Contents())
     assert found[0]["reasoning_content"] == "hm"
     assert [[each["id"] for each in found[i]["tool_calls"]] for i in (0, 4)] == [
         ["call_0", "call_1"],

@@ -2,17 +2,19 @@
 
 import contextlib
 import itertools
+import re
 import struct
 
 import pytest
 import seeing
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from picture_requests import base64_of, body_of, part_of, png, text_of, url_of
+from starlette.requests import ClientDisconnect
 
 from mlx_mtp.pictures.decoded import DecodedFiles
-from mlx_mtp.pictures.image import Interrupted, open_image
+from mlx_mtp.pictures.image import open_image
 from mlx_mtp.pictures.rows import Picture, mark_ids
-from mlx_mtp.serve import request_pictures
+from mlx_mtp.serve import preparation, request_pictures
 from mlx_mtp.serve.chat import ChatRequest
 from mlx_mtp.serve.fields import ModelInfo, Refused
 from mlx_mtp.serve.follow import as_json, from_json
@@ -191,7 +193,7 @@ BROKEN = {
     "a web address, in capitals": (*image_url("HTTP://example.org/a.png"), "--fetch-images"),
     "another scheme": (*image_url("ftp://example.org/a.png"), "data: URL"),
     "no base64": (*image_url("data:image/png;base64,!!!!"), "base64"),
-    "base64 with spaces": (*image_url(url_of(A).replace("A", "A ")), "base64"),
+    "base64 with points": (*image_url(url_of(A).replace("A", "A.")), "base64"),
     "a data URL of text": (*image_url("data:text/plain,hello"), "base64"),
     "text": (*image_url(url_of(b"hello world")), "not a PNG"),
     "a drawing": (*image_url(url_of(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "image/svg+xml")), "not a PNG"),
@@ -216,18 +218,23 @@ BROKEN = {
 
 @pytest.mark.parametrize("where", ["question", "result"])
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_picture_is_refused_with_its_number_and_the_reason(info, name, where):
+def test_a_broken_picture_of_a_question_is_refused_and_of_a_result_left_out(info, name, where):
     api, part, reason = BROKEN[name]
     body = body_of(api, A, "What?", result=(B,))
-    messages = body["input" if api == "responses" else "messages"]
-    result = messages[-2]
-    parts = {"question": messages[-1]["content"], "result": result.get("output") or result["content"]}[where]
+    field = "input" if api == "responses" else "messages"
+    result = body[field][-2]
+    parts = {"question": body[field][-1]["content"], "result": result.get("output") or result["content"]}[where]
     (parts[0]["content"] if "tool_use_id" in parts[0] else parts).append(part)
-    with pytest.raises(Refused, match=f"(?s).*({reason})") as refused:
+    if where == "result":
+        request = APIS[api](body, info)
+        (warning,) = request.warnings
+        assert re.match(rf"(?s){field}\[2\].*\[1\]: a picture was left out.*({reason})", warning)
+        text, sizes = text_and_sizes(info, request.requests[0])
+        assert (len(sizes), "[A picture was left out: " in text) == (2, True)
+        return
+    with pytest.raises(Refused, match=rf"(?s)^{field}\[\d\].content\[2\]: picture 3: .*({reason})") as refused:
         APIS[api](body, info)
-    assert refused.value.status == 400
-    if name not in ("a url that is no text", "a source that is a text"):
-        assert f"picture {3 if where == 'question' else 2}" in str(refused.value)
+    assert (refused.value.status, refused.value.param) == (400, field)
     assert len(str(refused.value)) < 300  # never the picture's bytes
 
 
@@ -244,10 +251,51 @@ def test_a_prompt_too_long_by_its_pictures_is_refused_before_one_is_decoded(info
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_at_most_twenty_pictures_are_allowed(info, api):
-    assert len(request_of(info, api, body_of(api, *10 * [A], result=10 * [B])).pictures) == 20
-    with pytest.raises(Refused, match="more than 20 pictures"):
-        APIS[api](body_of(api, *11 * [A], result=10 * [B]), info)
+def test_at_most_twenty_pictures_are_allowed_in_a_question(info, api):
+    assert len(request_of(info, api, body_of(api, *20 * [A])).pictures) == 20
+    with pytest.raises(Refused, match="picture 21: more than 20 pictures"):
+        APIS[api](body_of(api, *21 * [A]), info)
+
+
+def turns_of(api, count, width=SIDE):
+    """A conversation in which a user sends `count` pictures, one at a time, and then asks."""
+    name = "input" if api == "responses" else "messages"
+    sent = [[{"role": "user", "content": [part_of(api, png(width, 8 * (1 + i)))]}, SAID] for i in range(count)]
+    return {name: [*itertools.chain(*sent), {"role": "user", "content": "And now?"}]}
+
+
+SAID = {"role": "assistant", "content": "Yes."}
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize(("count", "first"), [(20, 0), (21, 10), (30, 10), (31, 20), (50, 30)])
+def test_of_a_conversation_the_newest_pictures_are_read(info, api, count, first):
+    """Ten of the oldest at a time become lines, so that nine of ten prompts begin with the tokens of the last one."""
+    request = APIS[api](turns_of(api, count), info)
+    text, sizes = text_and_sizes(info, request.requests[0])
+    assert sizes == [(1 + i, 1) for i in range(first, count)]
+    assert text.count("user\n[old picture]<|im_end|>") == first
+    assert [warning.partition(" was left out")[0] for warning in request.warnings] == (
+        [f"{', '.join(PLACES[api].format(2 * i) for i in range(3))} and {first - 3} more: a picture"] if first else []
+    )
+
+
+PLACES = {"responses": "input[{}].content[0]"} | dict.fromkeys(["chat", "messages"], "messages[{}].content[0]")
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_a_conversation_longer_than_the_context_loses_its_oldest_pictures_first(info, api):
+    body = turns_of(api, 15, 10 * SIDE)
+    whole = len(request_of(info, api, body).prompt)
+    small = info_of(vision=Eyes(), positions=whole)
+    found = APIS[api](body, small)
+    assert [picture.grid[1] for picture in found.requests[0].pictures] == [11, 12, 13, 14, 15]
+    assert found.warnings[-1].startswith("the oldest 10 pictures were left out")
+    if api == "messages":
+        assert count_tokens(body, small)[0]["input_tokens"] == len(found.requests[0].prompt)
+    rows = sum(10 * (1 + i) for i in range(15))
+    found = APIS[api](body, info_of(vision=Eyes(), positions=rows))  # so the oldest need not be decoded
+    assert "the pictures of the conversation are longer than the model's context" in found.warnings[0]
 
 
 @pytest.mark.parametrize("api", APIS)
@@ -261,30 +309,39 @@ def test_without_a_tower_a_question_is_refused_and_a_result_becomes_a_line(api):
     text, sizes = text_and_sizes(blind, request.requests[0])
     assert (sizes, "[A picture was left out: " + SEEN in text) == ([], True)
     assert any("replaced by a line" in warning for warning in request.warnings)
+    name = "input" if api == "responses" else "messages"  # a session that began with a model that reads pictures
+    request = APIS[api]({name: [*body_of(api, A, "What?")[name], SAID, {"role": "user", "content": "Why?"}]}, blind)
+    assert f"[A picture was left out: {SEEN}.]\nWhat?" in text_and_sizes(blind, request.requests[0])[0]
+    assert request.warnings[0].startswith(f"{name}[0].content[0]: a picture was left out")
 
 
 @pytest.mark.parametrize("role", ["system", "developer"])
-def test_a_picture_in_a_system_prompt_is_refused_by_the_template(info, role):
-    for api in ("chat", "responses"):
-        body = body_of(api, "What?")
-        name = "input" if api == "responses" else "messages"
-        body[name].insert(0, {"role": role, "content": [text_of(api, "Look."), part_of(api, A)]})
-        with pytest.raises(Refused, match="System message cannot contain images"):
-            APIS[api](body, info)
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_a_picture_that_the_template_refuses_is_left_out_of_a_system_message(info, api, role):
+    body = body_of(api, B, "What?")
+    name = "input" if api == "responses" else "messages"
+    body[name].insert(0, {"role": role, "content": [text_of(api, "Look."), part_of(api, A)]})
+    for _ in range(2):
+        request = APIS[api](body, info)
+        text, sizes = text_and_sizes(info, request.requests[0])
+        assert (sizes, "Look.\n[A picture was left out" in text) == ([(4, 1)], True)
+        assert "the chat template refuses" in request.warnings[0]
         body[name].append(body[name].pop(0))
-        with pytest.raises(Refused, match="System message cannot contain images"):
-            APIS[api](body, info)
-    with pytest.raises(Refused, match="system: a picture"):
+
+
+def test_a_picture_in_the_system_prompt_of_the_messages_api_is_refused(info):
+    with pytest.raises(Refused, match=r"system\[0\]: a picture"):
         MessagesRequest({**body_of("messages", "What?"), "system": [part_of("messages", A)]}, info)
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_a_picture_in_an_answer_is_refused(info, api):
+def test_a_picture_in_an_answer_is_left_out(info, api):
     body = body_of(api, "What?")
     messages = body["input" if api == "responses" else "messages"]
     messages += [{"role": "assistant", "content": [part_of(api, A)]}, {"role": "user", "content": "Why?"}]
-    with pytest.raises(Refused, match=r"picture|image"):
-        APIS[api](body, info)
+    request = APIS[api](body, info)
+    assert text_and_sizes(info, request.requests[0])[1] == []
+    assert "[1].content[0]: a picture was left out" in request.warnings[0]
 
 
 @pytest.mark.parametrize("api", APIS)
@@ -343,12 +400,15 @@ def test_pixels_of_a_request_are_limited_before_any_is_decoded(info, monkeypatch
     request_of(info, "chat", body_of("chat", small, "What?"))
     request_of(info, "chat", body_of("chat", small, others[0], "What?"))
     assert info.vision.opened == [(20, 10), (20, 10), (10, 10)]
-    with pytest.raises(
-        Refused, match=r"^picture 5: 8 x 16 pixels; allowed are 300 in all pictures of a request"
-    ) as e:
-        request_of(info, "chat", body_of("chat", small, others[1], small, others[2], png(8, 16, 7), "What?"))
+    given = small, others[1], small, others[2], png(8, 16, 7)
+    with pytest.raises(Refused, match=r"picture 2: 10 x 11 pixels; allowed are 300 in all pictures of a req") as e:
+        request_of(info, "chat", body_of("chat", *given, "What?"))
     assert "\n" not in str(e.value)
     assert len(info.vision.opened) == 3
+    body = body_of("chat", *given, "What?")
+    body["messages"] += [{"role": "assistant", "content": "A."}, {"role": "user", "content": "Why?"}]
+    assert request_of(info, "chat", body).pictures  # of the past the oldest is left out
+    assert info.vision.opened[3:] == [(20, 10), (20, 10), (12, 10), (16, 8)]
 
 
 def test_sizes_are_limited_by_format(info):
@@ -368,30 +428,32 @@ def stated(form, width, height):
     return b"RIFF\x16\0\0\0WEBPVP8X\x0a\0\0\0" + bytes(4) + sides
 
 
+class Leaving:
+    """The work of a request whose client leaves before the third check."""
+
+    checks = 0
+
+    @property
+    def left(self):
+        self.checks += 1
+        return self.checks == 3
+
+
 def test_a_request_that_waits_for_its_turn_or_decodes_can_be_ended(info, monkeypatch):
     monkeypatch.setattr(request_pictures, "FILES", DecodedFiles())
     monkeypatch.setattr(request_pictures, "TURN", 0.001)
 
-    def opened(check):
-        pictures = request_pictures.RequestPictures(info)
-        pictures.add({"type": "image_url", "image_url": {"url": url_of(png(40, 40, 3))}}, "messages")
-        pictures.open(check)
-
     for held in (2, 0):
-        left = [3]
-
-        def check(left=left):
-            left[0] -= 1
-            if not left[0]:
-                raise Interrupted("gone")
-
+        work = Leaving()
         with contextlib.ExitStack() as stack:
             for _ in range(held):
                 stack.enter_context(request_pictures.DECODING)
-            with pytest.raises(ValueError, match="gone"):
-                opened(check)
-        assert left[0] == 0
-    opened(lambda: None)
+            token = preparation.CURRENT.set(work)
+            with pytest.raises(ClientDisconnect):
+                request_of(info, "chat", body_of("chat", png(40, 40, 3), "What?"))
+            preparation.CURRENT.reset(token)
+        assert work.checks == 3
+    assert not info.vision.opened
     assert [request_pictures.DECODING.acquire(blocking=False) for _ in range(3)] == [True, True, False]
     for _ in range(2):
         request_pictures.DECODING.release()

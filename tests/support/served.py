@@ -17,7 +17,7 @@ from mlx_mtp.serve.catalog import offers
 from mlx_mtp.serve.engine import Engine, Limits
 from mlx_mtp.serve.guard import Rules
 from mlx_mtp.serve.metrics import Metrics
-from mlx_mtp.serve.server import Loaded, Settings, models_of, opened
+from mlx_mtp.serve.server import Loaded, Settings, config_of, models_of, opened
 
 KEY = {"Authorization": "Bearer secret"}
 
@@ -74,7 +74,7 @@ def serving_several(folder, load=demo_at, limits=None, **changes):
 @contextmanager
 def listening(app):
     """Yield the address of a real server of an application, on a free port, until the block ends."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    server = uvicorn.Server(config_of(app, Limits(), port=0, log_level="error"))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
     thread.start()
     try:
