@@ -85,18 +85,23 @@ class Interrupted(ValueError):
 class Watched(io.BytesIO):
     """The bytes of a file for a decoder: a read raises Interrupted after SECONDS of this thread's CPU time.
 
-    check: called at each read too; what it raises ends the decoding.
+    check: called at each read too; what it raises ends the decoding. stopped: what was raised.
     """
 
     def __init__(self, data: bytes, check: Callable[[], None]):
         super().__init__(data)
         self._check, self._until = check, time.thread_time() + SECONDS
+        self.stopped: Exception | None = None
 
     def check(self) -> None:
         """Raise what a read would raise."""
-        self._check()
-        if time.thread_time() > self._until:
-            raise Interrupted(f"decoding takes more than {SECONDS:.0f} seconds; save it with another program")
+        try:
+            self._check()
+            if time.thread_time() > self._until:
+                raise Interrupted(f"decoding takes more than {SECONDS:.0f} seconds; save it with another program")
+        except Exception as e:
+            self.stopped = e
+            raise
 
     def read(self, size: int | None = -1) -> bytes:
         self.check()
@@ -112,14 +117,14 @@ def open_image(source: Any, limits: Limits = LIMITS, number: int = 1, check: Cal
 
     Transparent pixels are composited on white. source: a path (str or Path), the bytes of a PNG, JPEG, WEBP or GIF
     file, a `data:` URL, or one of Pillow's images, whose file's bytes are not limited. number: of the picture, from
-    1, for messages. check: called often while a file is decoded; raises Interrupted to end that. Raises a one-line
+    1, for messages. check: called often while a file is decoded; what it raises ends that. Raises a one-line
     ValueError for a picture beyond the limits, which is not decoded, for any other unusable source, for a file that
     takes SECONDS of CPU time, and without Pillow.
     """
     with numbered(number):
         if is_pillow(source):
             limits.check(source.height, source.width)
-            return _decoded(source, _turn_of(source), unchecked, None)
+            return _decoded(source, _turn_of(source), Watched(b"", unchecked), None)
         data = _bytes_of(source, limits)
         limits.check_bytes(len(data))
         head = stated_head(data)
@@ -129,7 +134,7 @@ def open_image(source: Any, limits: Limits = LIMITS, number: int = 1, check: Cal
         opened = _opened(file, head)
         # a GIF's frames can be larger than its header states
         limits.check(opened.height, opened.width, head.format)
-        return _decoded(opened, turn, file.check, head)
+        return _decoded(opened, turn, file, head)
 
 
 @contextmanager
@@ -200,33 +205,33 @@ def _bytes_of(source: Any, limits: Limits) -> bytes:
 def _opened(file: Watched, head: Head) -> Any:
     """Return Pillow's image of a file, not decoded; ValueError if Pillow cannot open it, or is missing."""
     library = pillow()
-    with _one_line(head):
+    with _one_line(file, head):
         opened = library.open(file, formats=(head.format,))
     opened.decodermaxblock = BLOCK
     return opened
 
 
 @contextmanager
-def _one_line(head: Head | None) -> Iterator[None]:
-    """Raise ValueError for any error but Interrupted: decoders of damaged files raise errors of any type."""
+def _one_line(file: Watched, head: Head | None) -> Iterator[None]:
+    """Raise what stopped the decoding, else ValueError for any error: decoders of damaged files raise all types."""
     try:
         yield
-    except Interrupted:
-        raise
     except Exception:
+        if file.stopped:
+            raise file.stopped from None
         raise ValueError(
             f"the {head.format} data are damaged or truncated" if head else "it cannot be decoded"
         ) from None
 
 
-def _decoded(opened: Any, turn: int, check: Callable[[], None], head: Head | None) -> Image:
+def _decoded(opened: Any, turn: int, file: Watched, head: Head | None) -> Image:
     """Decode Pillow's image `opened`; ValueError if that fails.
 
-    turn: EXIF's orientation. check: as of `open_image`. head: the file's, for messages; None without a file.
+    turn: EXIF's orientation. head: the file's, for messages; None for an image without a file, which is empty then.
     """
-    with _one_line(head):
+    with _one_line(file, head):
         opened.load()
-        pixels = _rgb(opened, turn, check)
+        pixels = _rgb(opened, turn, file.check)
     digest = hashlib.blake2b(repr(pixels.shape).encode(), digest_size=32)
     digest.update(pixels.data)
     return Image(pixels, digest.digest())
