@@ -109,7 +109,7 @@ class Watched(io.BytesIO):
 
 
 def unchecked() -> None:
-    """Do nothing: the `check` of a picture that nobody interrupts."""
+    """Do nothing: the `check` of a picture whose decoding is not interrupted."""
 
 
 def open_image(source: Any, limits: Limits = LIMITS, number: int = 1, check: Callable[[], None] = unchecked) -> Image:

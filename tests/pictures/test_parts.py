@@ -129,14 +129,14 @@ TAGS = st.dictionaries(st.sampled_from([0x010E, 0x010F, 0x0110, 0x0131, 0x0132, 
 
 @profile(40)
 @given(TAGS, st.none() | st.integers(0, 9), st.sampled_from("<>"), st.binary(max_size=9))
-def test_the_turn_is_the_one_that_pillow_reads(tags, turn, order, behind):
+def test_the_turn_is_the_one_that_pillow_reads(tags, turn, order, after):
     exif = Image.Exif()
     exif.endian = order
     for tag, text in tags.items():
         exif[tag] = text
     if turn is not None:
         exif[0x0112] = turn
-    data = exif.tobytes() + behind
+    data = exif.tobytes() + after
     again = Image.Exif()
     again.load(data)
     expected = again.get(0x0112)

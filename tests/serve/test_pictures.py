@@ -393,7 +393,7 @@ def test_a_text_only_request_has_the_prompt_of_a_model_without_a_tower(info):
 
 
 def test_pixels_of_a_request_are_limited_before_any_is_decoded(info, monkeypatch):
-    """Pictures that were decoded before do not count, so that a conversation that was accepted goes on."""
+    """Pictures that were decoded before do not count, so that a conversation that was accepted continues."""
     monkeypatch.setattr(request_pictures, "FILES", DecodedFiles())
     monkeypatch.setattr(request_pictures, "MOST_PIXELS", 300)
     small, others = png(10, 20, 1), [png(10, 10 + side, side) for side in range(3)]
