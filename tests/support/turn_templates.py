@@ -12,7 +12,7 @@ CHATML = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 SYSTEM = "<|im_start|>system\nYou help.<|im_end|>\n"
 LLAMA = "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>"
 GEMMA = "<start_of_turn>{{ 'model' if m.role == 'assistant' else 'user' }}\n{{ m.content | trim }}<end_of_turn>\n"
-THOUGHT = "{% if m.reasoning_content %}<thought>\n{{ m.reasoning_content }}\n</thought>\n\n{% endif %}"
+THOUGHT = "{% if m.reasoning_content %}<reason>\n{{ m.reasoning_content }}\n</reason>\n\n{% endif %}"
 ANALYSIS = (
     "{% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
     "<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
