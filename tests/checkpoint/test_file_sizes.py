@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+from pathlib import Path
 
 import pytest
 from command_line import call
@@ -137,3 +138,10 @@ def test_pipes_inside_a_checkpoint_are_not_opened(name, model):
     result = call("generate", "--model", model, "-m", "2", "-p", "a", "--ignore-chat-template")
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == bool(result.returncode)
+
+
+def test_a_config_of_very_many_keys_is_refused(model):
+    config = json.loads((model / "config.json").read_text())
+    for more in ({f"k{i}": i for i in range(2001)}, {"text_config": {f"k{i}": i for i in range(2001)}}):
+        with pytest.raises(ValueError, match=r"^config\.json: 2,\d\d\d keys; allowed are 2,000$"):
+            files.checked_config({**config, **more}, Path("config.json"))
