@@ -22,6 +22,7 @@ from ..layers.dora import DoRA
 from ..machine.errors import one_line, with_type
 from ..machine.paths import expanded
 from .adapter_parts import changes, combined, slots
+from .file_sizes import check_size
 from .files import read_header
 from .parameters import named, trained
 from .peft import put_on
@@ -127,6 +128,7 @@ def _apply(model: Any, path: Path) -> dict[str, mx.array]:
 
     Most errors name the file without the directory, which the caller adds.
     """
+    check_size(path / CONFIG)
     with one_line(f"{CONFIG}: not valid JSON", (ValueError, RecursionError, OSError)):
         config = json.loads((path / CONFIG).read_text())
     if not isinstance(config, dict):

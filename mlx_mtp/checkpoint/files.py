@@ -27,6 +27,7 @@ from ..machine.errors import first_line, naming, one_line
 from ..machine.paths import expanded
 from ..machine.progress import report_progress
 from ..models.config.normalize import normalize, with_overrides
+from .file_sizes import check_count, check_header, check_size, check_sizes
 from .library import called, places
 from .weight_names import (
     INDEX,
@@ -45,6 +46,7 @@ CODE = "*.py"  # for example a tokenizer's
 LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")  # config keys of the number of layers
 DECLARED = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # and of the number of heads
 MAX_LAYERS = 1024  # every layer is built before the tensors are checked
+MAX_KEYS = 2000  # of config.json and its text_config
 FLOATS = ("BF16", "F16", "F32", "F64")
 FP8_SCALES = ("_scale_inv", "_scale")  # suffixes to a weight's name: scales per block, and per row or tensor
 FP8_BLOCK = 128
@@ -101,6 +103,7 @@ def resolve(
     if files is None and (more := _other_weights(str(path_or_repo), revision, path)):
         with contextlib.suppress(Exception):  # the loader names a needed file that is missing
             path = Path(snapshot_download(str(path_or_repo), revision=revision, allow_patterns=more))
+    check_sizes(path)
     return path
 
 
@@ -149,15 +152,13 @@ def local(path_or_repo: str | Path) -> Path | None:
 
     Short names are those of NAMED, and of the models on this machine, as `called` finds them.
 
-    ValueError if the path is a file, cannot be read, or directly contains a pipe, socket or device, or if several
-    models have the short name.
+    ValueError if the path is a file, cannot be read, or directly contains a pipe, socket, device or a file that is
+    too large, or if several models have the short name.
     """
     try:
         path = expanded(path_or_repo)
         if path.is_dir():
-            for inside in sorted(path.iterdir()):  # opening a pipe would block
-                if inside.exists() and not (inside.is_file() or inside.is_dir()):
-                    raise ValueError(f"{inside}: neither a file nor a directory; remove it from this directory")
+            check_sizes(path)
             return path
         if path.exists():
             raise ValueError(f"{path}: not a directory; a checkpoint is a directory with config.json")
@@ -172,6 +173,8 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> dict[str
 
     overrides: values that replace the file's. ValueError for a missing or damaged file, and as `checked_config`.
     """
+    for name in ("config.json", "generation_config.json"):
+        check_size(path / name)
     try:
         config = mlx_lm_utils.load_config(path)
     except FileNotFoundError:
@@ -201,6 +204,8 @@ def checked_config(config: Any, file: Path, overrides: dict[str, Any] | None = N
     if not isinstance(config.get("text_config", {}), dict):
         raise ValueError(f"{file}: text_config is {config['text_config']!r}, expected an object")
     text = config | config.get("text_config", {})
+    if len(text) > MAX_KEYS:
+        raise ValueError(f"{file}: {len(text):,} keys; allowed are {MAX_KEYS:,}")
     if not isinstance(stored := text.get("quantization_config"), dict | None):
         raise ValueError(f"{file}: quantization_config is {stored!r}, expected an object")
     for name in (*DECLARED, *LAYERS):
@@ -218,13 +223,18 @@ def read_header(files: Iterable[Path]) -> Header:
     Of tensors with the same name the last file's remains. ValueError names a missing, truncated or damaged file.
     """
     header: Header = {}
+    count = 0
     for file in files:
         if not file.is_file():  # opening a pipe would block
             raise ValueError(f"{file}: not a file")
-        with one_line(f"{file}: truncated or damaged", (SafetensorError, OSError)), safe_open(file, "numpy") as f:
-            metadata = f.metadata() or {}
+        with one_line(f"{file}: truncated or damaged", (SafetensorError, OSError)):
+            check_header(file)
+            f = safe_open(file, "numpy")
+        with f:
+            metadata, names = f.metadata() or {}, f.keys()
+            check_count(count := count + len(metadata) + len(names), file)
             of_file = metadata.get("format"), metadata.get("norms") == CONVERTED["norms"]
-            for name in f.keys():  # noqa: SIM118 - safe_open is not iterable
+            for name in names:
                 entry = f.get_slice(name)
                 header[name] = Tensor(file, tuple(entry.get_shape()), entry.get_dtype(), *of_file)
     return header

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import Tokenizer
 
 from ..decoding.graph_memory import nbytes
 from ..decoding.memory_needs import Budget
@@ -36,6 +37,7 @@ from .build import load_port
 from .cure import NeverDrafts, adding_heads
 from .draft_vocab import DraftVocab, reduce_heads
 from .draft_vocab import read as read_vocab
+from .end_of_turn import add_end_of_turn
 from .expand_heads import expand_heads
 from .files import read_config
 from .find_drafter import joins_heads
@@ -50,6 +52,7 @@ from .tuned import attach_tuned, fits, shipped_heads
 from .vision import Sight, open_vision
 
 WEIGHTS_ALONE = Budget()
+TOKENIZER = "tokenizer.json"
 UNTRUSTED = "it is code of the checkpoint, which runs only with --trust-remote-code, in Python trust_remote_code=True"
 PATH = Kind("a path, or None", (str, PathLike), optional=True)
 LOADING: dict[str, Allowed] = {
@@ -197,7 +200,8 @@ def load_tokenizer(
     given = dict(tokenizer_config or {})
     # Without False transformers asks on standard input whether to run the checkpoint's code.
     given["trust_remote_code"] = bool(given.get("trust_remote_code"))
-    with one_line(f"{path}: no usable tokenizer"):
+    missing = "" if (path / TOKENIZER).is_file() else f"; {TOKENIZER} is missing"
+    with one_line(f"{path}: no usable tokenizer{missing}"):
         eos = (read_config(path) if config is None else config).get("eos_token_id")
         try:
             tokenizer = mlx_lm_utils.load_tokenizer(path, given, eos_token_ids=eos)
@@ -207,7 +211,18 @@ def load_tokenizer(
             raise ValueError(UNTRUSTED) from e
         if not tokenizer.get_vocab():  # transformers ignores a missing file
             raise ValueError("it has no tokens")
+    add_end_of_turn(tokenizer)
     return tokenizer
+
+
+def check_tokenizer(path: Path) -> None:
+    """Raise ValueError if a checkpoint's tokenizer cannot be loaded; a tokenizer.json is only parsed."""
+    file = path / TOKENIZER
+    if not file.is_file():
+        load_tokenizer(path)
+        return
+    with one_line(f"{file}: damaged"):  # the parser raises errors of type Exception
+        Tokenizer.from_file(str(file))
 
 
 def _tokenizer_for(model: Any, path: Path, tokenizer_config: dict[str, Any], config: dict) -> TokenizerWrapper:

@@ -7,6 +7,7 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
 from ..machine.errors import first_line
+from .file_sizes import check_count, check_size
 
 TRUNK_FILES = "model*.safetensors"
 SIDECAR_FILES = ("mtp*.safetensors", "mtp/*.safetensors", "model-mtp*.safetensors", "model_mtp*.safetensors")
@@ -67,7 +68,9 @@ def read_index(path: Path, notes: list[str] | None = None) -> dict[str, str]:
     if index is None:
         return {}
     try:
+        check_size(index)
         listed = json.loads(index.read_text())["weight_map"]
+        check_count(len(listed), index)
         files = set(listed.values())
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as e:
         if notes is not None:

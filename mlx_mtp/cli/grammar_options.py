@@ -1,12 +1,13 @@
 """Define the options that constrain answers to a grammar."""
 
-from pathlib import Path
 from typing import Any
 
 import click
 
+from .given_file import GivenFile
+
 FLAGS = {"json_schema": "--json-schema", "json": "--json", "regex": "--regex", "grammar": "--grammar"}
-FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+FILE = GivenFile(16_000_000)
 
 
 def grammar_options(command: Any) -> Any:

@@ -16,6 +16,7 @@ from click import Choice, FloatRange, IntRange, option
 from ..checkpoint.chat_template import reserved_names
 from ..demo import demo_path
 from .gguf import gguf_options, transcoded
+from .given_file import GivenFile
 from .grammar_options import grammar_of, grammar_options
 from .sizes import SIZE
 from .together import check_prompt, group, own_file
@@ -101,19 +102,6 @@ def check_place(_ctx: click.Context, _param: click.Parameter, value: str) -> Pat
     if path.exists() and not path.is_file():
         raise click.BadParameter(f"{value} is not a file")
     return path
-
-
-class GivenFile(click.Path):
-    """Type of an option's value: an existing regular file, no device or pipe, which may have no end or no content."""
-
-    def __init__(self) -> None:
-        super().__init__(exists=True, dir_okay=False, path_type=Path)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        path: Any = super().convert(value, param, ctx)
-        if not path.is_file():
-            self.fail(f"{path} is not a file", param, ctx)
-        return path
 
 
 class SavedCache(GivenFile):

@@ -7,6 +7,7 @@ from typing import Any
 import click
 from click import Choice, FloatRange, IntRange
 
+from .given_file import GivenFile
 from .options import check_place, checkpoint_options, checkpoint_path
 from .text_files import text_files
 
@@ -17,9 +18,7 @@ from .text_files import text_files
     "--adapter-path", multiple=True, help="Directory of LoRA adapters to apply to the target; repeatable, added up."
 )
 @click.option("--mtp-path", help="File or directory with the heads to tune, instead of the model's own.")
-@click.option(
-    "--data", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="*.jsonl file of texts or prompts."
-)
+@click.option("--data", type=GivenFile(), help="*.jsonl file of texts or prompts.")
 @click.option("--tokens", default=200_000, help="Tokens of text to record.")
 @click.option("--epochs", type=FloatRange(0.01), default=4.0, help="Passes over the recorded text.")
 @click.option(

@@ -150,7 +150,7 @@ def precompiled(name: str, command: list[str], headers: str, preamble: str) -> P
     headers, preamble: texts; the second follows the first. name: the start of the file's name.
     """
     version = version_of(zig(), "clang")
-    key = digest(headers, preamble, command[1:], UNDATED, version, directory_digest(STRICT))
+    key = digest(headers, preamble, command[1:], UNDATED, TOLERANT, version, directory_digest(STRICT))
     target = cache_directory() / f"{name}-{key}.pch"
     if not target.exists():
         with unfinished(target) as work:

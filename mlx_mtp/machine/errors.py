@@ -8,6 +8,7 @@ from os.path import expanduser
 from pathlib import Path
 from tempfile import gettempdir
 
+LONGEST = 500  # characters of a message of several lines
 QUOTED = re.compile(r"(['\"`])~?/(?:[^'\"`]*/)?")  # the directories of a path in quotes, which may contain spaces
 DIRECTORIES = re.compile(r"(?<![\w.:/<])~?/(?:[^\s'\"`,;:()<>/]+/)*(?=\w)")
 BELOW = r"(?:[^'\"`:;,()/\n]*[^\s'\"`:;,()/]/)*"  # directories below a known one
@@ -15,8 +16,14 @@ FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # disk full, quota exceeded, fil
 
 
 def first_line(e: BaseException) -> str:
-    """Return the first line of an exception's message, or the name of its type if it has none."""
-    return str(e).strip().partition("\n")[0] or type(e).__name__
+    """Return the first line of an exception's message, or the name of its type if it has none.
+
+    Of a message whose first line ends with a colon, all lines are joined, up to LONGEST characters.
+    """
+    first, _, rest = str(e).strip().partition("\n")
+    if first.rstrip().endswith(":"):
+        first = " ".join(f"{first} {rest}".split())[:LONGEST]
+    return first or type(e).__name__
 
 
 def with_type(e: BaseException) -> str:

@@ -7,13 +7,14 @@ because features of pictures that were read are stored elsewhere.
 import hashlib
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from .image import open_image
+from .image import LIMITS, Limits, open_image, unchecked
 
-PIXELS = 256_000_000  # bytes of stored pixels, by default
+PIXELS = 100_000_000  # bytes of stored pixels, by default
 FILES = 10_000  # number of files whose size and digest are stored
 
 
@@ -54,17 +55,25 @@ class DecodedFiles:
         with self._lock:
             return sum(pixels.nbytes for pixels in self._pixels.values())
 
-    def open(self, data: bytes, number: int = 1) -> FileImage:
-        """Return the picture of a file's bytes, which are decoded if they are not among the stored files.
-
-        Raises ValueError as `open_image`. number: of the picture, from 1, for messages.
-        """
-        key = hashlib.blake2b(data, digest_size=32).digest()
+    def known(self, data: bytes) -> FileImage | None:
+        """Return the picture of a file's bytes if they are among the stored files."""
+        key = _key(data)
         with self._lock:
             if found := self._files.get(key):
                 self._files.move_to_end(key)
                 return FileImage(data, *found, self)
-        image = open_image(data, number=number)
+        return None
+
+    def open(
+        self, data: bytes, number: int = 1, limits: Limits = LIMITS, check: Callable[[], None] = unchecked
+    ) -> FileImage:
+        """Return the picture of a file's bytes, which are decoded if they are not among the stored files.
+
+        Raises ValueError as `open_image`, which has the same arguments.
+        """
+        if found := self.known(data):
+            return found
+        image, key = open_image(data, limits, number, check), _key(data)
         with self._lock:
             found = self._files[key] = image.size, image.digest
             self._pixels[image.digest] = image.pixels
@@ -83,3 +92,7 @@ class DecodedFiles:
         size = sum(pixels.nbytes for pixels in self._pixels.values())
         while size > self.limit:
             size -= self._pixels.popitem(last=False)[1].nbytes
+
+
+def _key(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=32).digest()

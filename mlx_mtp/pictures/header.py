@@ -1,14 +1,10 @@
 """Read a picture's format and size from the first bytes of its file, without Pillow and without decoding it."""
 
-from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
-FORMATS = "PNG, JPEG, WEBP and GIF"
-STANDALONE = {0x00, 0x01, *range(0xD0, 0xD9)}  # JPEG's markers that no length follows
-START_OF_SCAN = 0xDA  # JPEG's marker before the pixels
-EXTENSION = ord("!")  # the first byte of a GIF file's block that is no frame
-MOST_PARTS = 1 << 15  # of a file, see `check_parts`
+from .parts import MOST_PARTS, START_OF_SCAN, jpeg_parts
+
 NO_FRAME = {0xC4, 0xC8, 0xCC}  # markers among SOF0 to SOF15 that begin no frame
 
 
@@ -34,12 +30,11 @@ def read_head(data: bytes) -> Head | None:
     return _jpeg(data) if data.startswith(b"\xff\xd8\xff") else None
 
 
-def image_size(data: bytes) -> tuple[int, int]:
-    """Return the (height, width) in pixels that a picture's file states; ValueError if `read_head` returns None."""
-    head = read_head(data)
-    if head is None:
-        raise ValueError(f"the data are not a {FORMATS.replace('and', 'or')} picture")
-    return head.height, head.width
+def stated_head(data: bytes) -> Head:
+    """Return what `read_head` returns; ValueError instead of None."""
+    if head := read_head(data):
+        return head
+    raise ValueError("the data are not a PNG, JPEG, WEBP or GIF picture")
 
 
 def _head(name: str, height: bytes, width: bytes, count: int = 2, order: str = "little") -> Head | None:
@@ -64,58 +59,9 @@ def _webp(data: bytes) -> Head | None:
 
 def _jpeg(data: bytes) -> Head | None:
     """Return the `Head` of a JPEG file from its first frame header; None if it has none in MOST_PARTS parts."""
-    for at in islice(_segments(data), MOST_PARTS):
-        marker = data[at + 1]
+    for marker, at, _ in islice(jpeg_parts(data), MOST_PARTS):
+        if marker == START_OF_SCAN:
+            return None
         if 0xC0 <= marker <= 0xCF and marker not in NO_FRAME:
             return _head("JPEG", data[at + 5 : at + 7], data[at + 7 : at + 9], order="big")
     return None
-
-
-def check_parts(data: bytes, head: Head) -> None:
-    """Raise ValueError if a file has more than MOST_PARTS parts: Pillow reads each one in Python, in microseconds.
-
-    Parts are a JPEG file's fill bytes and segments before its pixels, a PNG file's chunks, and a GIF file's blocks
-    before its first frame.
-    """
-    parts = {"JPEG": _segments, "PNG": _chunks, "GIF": _blocks}.get(head.format)
-    if parts and next(islice(parts(data), MOST_PARTS, None), None) is not None:
-        raise ValueError(f"the {head.format} file has more than {MOST_PARTS:,} parts; save it with another program")
-
-
-def _segments(data: bytes) -> Iterator[int]:
-    """Yield the index of each fill byte and marker of a JPEG file, up to the start of its pixels."""
-    at = 2
-    while at + 9 <= len(data) and data[at] == 0xFF:
-        yield at
-        marker = data[at + 1]
-        if marker == START_OF_SCAN:
-            return
-        if marker == 0xFF:  # a fill byte
-            at += 1
-        elif marker in STANDALONE:
-            at += 2
-        else:
-            at += 2 + max(2, int.from_bytes(data[at + 2 : at + 4], "big"))
-
-
-def _chunks(data: bytes) -> Iterator[int]:
-    """Yield the index of each chunk of a PNG file."""
-    at = 8
-    while at + 8 <= len(data):
-        yield at
-        at += 12 + int.from_bytes(data[at : at + 4], "big")
-
-
-def _blocks(data: bytes) -> Iterator[int]:
-    """Yield the index of each block and sub-block, and each stray byte, of a GIF file before its first frame."""
-    at = 13 + (3 << (data[10] % 8 + 1) if data[10:11] >= b"\x80" else 0)  # after the palette
-    while at < len(data) and data[at] not in b",;":
-        yield at
-        if data[at] != EXTENSION:
-            at += 1
-            continue
-        at += 2
-        while data[at : at + 1] > b"\0":
-            yield at
-            at += 1 + data[at]
-        at += 1

@@ -1,7 +1,7 @@
 """Open a picture: check its file's format and size before decoding, then decode it to RGB.
 
 Supported are turns by EXIF, alpha, palettes, 16-bit grey and CMYK, and of an animation the first frame. Damaged files
-are refused.
+are refused. Decoding has a limit of CPU time, and can be ended by another thread.
 """
 
 import base64
@@ -9,7 +9,8 @@ import hashlib
 import io
 import os
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,42 +19,40 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from .header import FORMATS, Head, check_parts, read_head
+from .header import Head, stated_head
 from .library import is_pillow, pillow
+from .parts import ORIENTATION, essential
 
-ORIENTATION = 0x0112  # EXIF's tag of the turn
-TURNS = {
-    2: "FLIP_LEFT_RIGHT",
-    3: "ROTATE_180",
-    4: "FLIP_TOP_BOTTOM",
-    5: "TRANSPOSE",
-    6: "ROTATE_270",
-    7: "TRANSVERSE",
-    8: "ROTATE_90",
-}
+# (mirrored, quarter turns counterclockwise) that make stored pixels of an upright picture, by EXIF's orientation
+TURNS = {2: (True, 0), 3: (False, 2), 4: (True, 2), 5: (True, 1), 6: (False, 1), 7: (True, 3), 8: (False, 3)}
 SPACE = re.compile(r"[ \t\r\n\f\v]+")
 STANDARD = re.compile("[+/]")  # base64 in its standard alphabet, not in that of URLs
 WHITE = (255, 255, 255, 255)
 PER_STEP = 257  # 65535 / 255: steps of a 16-bit value for each step of an 8-bit one
+STRIP = 1 << 18  # pixels that are converted at once: Python's lock is held meanwhile
+BLOCK = 1 << 13  # bytes that a decoder reads at once
+SECONDS = 10.0  # of CPU time for decoding a file
 
 
 class Limits(NamedTuple):
     """Limits of pictures.
 
     nbytes: maximum bytes of the file. pixels: maximum height times width. ratio: maximum of the longer side divided
-    by the shorter.
+    by the shorter. webp: as `pixels`, of a WEBP file, whose decoder needs more memory.
     """
 
     nbytes: int = 20_000_000
     pixels: int = 50_000_000
     ratio: int = 200
+    webp: int = 50_000_000
 
-    def check(self, height: int, width: int) -> None:
-        """Raise ValueError if a size in pixels exceeds `pixels` or `ratio`, or a side is less than 1."""
+    def check(self, height: int, width: int, form: str = "") -> None:
+        """Raise ValueError if a size in pixels exceeds the limits, or a side is less than 1. form: the file's."""
         if min(height, width) < 1:
             raise ValueError(f"{width} x {height} pixels; allowed is 1 x 1 or more")
-        if height * width > self.pixels:
-            raise ValueError(f"{width} x {height} pixels; allowed are {self.pixels:,} in all: make it smaller")
+        if height * width > (most := self.webp if form == "WEBP" else self.pixels):
+            of = " of a WEBP file" if most != self.pixels else ""
+            raise ValueError(f"{width} x {height} pixels; allowed are {most:,} in all{of}: make it smaller")
         if max(height, width) > self.ratio * min(height, width):
             raise ValueError(f"{width} x {height} pixels; the longer side is limited to {self.ratio} times the other")
 
@@ -79,25 +78,63 @@ class Image:
         return self.pixels.shape[0], self.pixels.shape[1]
 
 
-def open_image(source: Any, limits: Limits = LIMITS, number: int = 1) -> Image:
+class Interrupted(ValueError):
+    """The decoding of a picture was ended before it was complete."""
+
+
+class Watched(io.BytesIO):
+    """The bytes of a file for a decoder: a read raises Interrupted after SECONDS of this thread's CPU time.
+
+    check: called at each read too; what it raises ends the decoding. stopped: what was raised.
+    """
+
+    def __init__(self, data: bytes, check: Callable[[], None]):
+        super().__init__(data)
+        self._check, self._until = check, time.thread_time() + SECONDS
+        self.stopped: Exception | None = None
+
+    def check(self) -> None:
+        """Raise what a read would raise."""
+        try:
+            self._check()
+            if time.thread_time() > self._until:
+                raise Interrupted(f"decoding takes more than {SECONDS:.0f} seconds; save it with another program")
+        except Exception as e:
+            self.stopped = e
+            raise
+
+    def read(self, size: int | None = -1) -> bytes:
+        self.check()
+        return super().read(size)
+
+
+def unchecked() -> None:
+    """Do nothing: the `check` of a picture whose decoding is not interrupted."""
+
+
+def open_image(source: Any, limits: Limits = LIMITS, number: int = 1, check: Callable[[], None] = unchecked) -> Image:
     """Return a picture, decoded to RGB and turned as its EXIF data request; of an animation, the first frame.
 
     Transparent pixels are composited on white. source: a path (str or Path), the bytes of a PNG, JPEG, WEBP or GIF
     file, a `data:` URL, or one of Pillow's images, whose file's bytes are not limited. number: of the picture, from
-    1, for messages. Raises a one-line ValueError for a picture beyond the limits, which is not decoded, for any other
-    unusable source, and without Pillow.
+    1, for messages. check: called often while a file is decoded; what it raises ends that. Raises a one-line
+    ValueError for a picture beyond the limits, which is not decoded, for any other unusable source, for a file that
+    takes SECONDS of CPU time, and without Pillow.
     """
     with numbered(number):
         if is_pillow(source):
-            return _finish(source, limits)
+            limits.check(source.height, source.width)
+            return _decoded(source, _turn_of(source), Watched(b"", unchecked), None)
         data = _bytes_of(source, limits)
         limits.check_bytes(len(data))
-        head = read_head(data)
-        if head is None:
-            raise ValueError(f"the data are of no supported format; supported are {FORMATS}")
-        limits.check(head.height, head.width)
-        check_parts(data, head)
-        return _finish(_opened(data, head), limits, head)
+        head = stated_head(data)
+        limits.check(head.height, head.width, head.format)
+        data, turn = essential(data, head.format)
+        file = Watched(data, check)
+        opened = _opened(file, head)
+        # a GIF's frames can be larger than its header states
+        limits.check(opened.height, opened.width, head.format)
+        return _decoded(opened, turn, file, head)
 
 
 @contextmanager
@@ -165,54 +202,73 @@ def _bytes_of(source: Any, limits: Limits) -> bytes:
         raise ValueError(f"{path}: cannot be read ({e.strerror})") from None
 
 
-def _opened(data: bytes, head: Head) -> Any:
-    """Return Pillow's image of a file's bytes, not decoded; ValueError if Pillow cannot open it, or is missing."""
+def _opened(file: Watched, head: Head) -> Any:
+    """Return Pillow's image of a file, not decoded; ValueError if Pillow cannot open it, or is missing."""
     library = pillow()
+    with _one_line(file, head):
+        opened = library.open(file, formats=(head.format,))
+    opened.decodermaxblock = BLOCK
+    return opened
+
+
+@contextmanager
+def _one_line(file: Watched, head: Head | None) -> Iterator[None]:
+    """Raise what stopped the decoding, else ValueError for any error: decoders of damaged files raise all types."""
     try:
-        return library.open(io.BytesIO(data), formats=(head.format,))
-    except Exception:  # the decoders of damaged files raise errors of any type
-        raise ValueError(_damaged(head)) from None
+        yield
+    except Exception:
+        if file.stopped:
+            raise file.stopped from None
+        raise ValueError(
+            f"the {head.format} data are damaged or truncated" if head else "it cannot be decoded"
+        ) from None
 
 
-def _damaged(head: Head | None) -> str:
-    return f"the {head.format} data are damaged or truncated" if head else "it cannot be decoded"
+def _decoded(opened: Any, turn: int, file: Watched, head: Head | None) -> Image:
+    """Decode Pillow's image `opened`; ValueError if that fails.
 
-
-def _finish(opened: Any, limits: Limits, head: Head | None = None) -> Image:
-    """Decode Pillow's image `opened`; ValueError if that fails, or if its size is beyond the limits.
-
-    The size is checked as Pillow has read it, since a GIF's frames can be larger than its header states. head: the
-    file's, for messages; None without a file.
+    turn: EXIF's orientation. head: the file's, for messages; None for an image without a file, which is empty then.
     """
-    width, height = opened.size
-    limits.check(height, width)
-    try:
+    with _one_line(file, head):
         opened.load()
-        pixels = _rgb(_turned(opened))
-    except Exception:  # as in `_opened`
-        raise ValueError(_damaged(head)) from None
+        pixels = _rgb(opened, turn, file.check)
     digest = hashlib.blake2b(repr(pixels.shape).encode(), digest_size=32)
     digest.update(pixels.data)
     return Image(pixels, digest.digest())
 
 
-def _turned(opened: Any) -> Any:
-    """Return Pillow's image turned and mirrored as its EXIF data request; itself without or with damaged ones."""
-    turn = None
+def _turn_of(image: Any) -> int:
+    """Return the orientation in the EXIF data of Pillow's image; 1 without or with damaged ones."""
     with suppress(Exception):
-        turn = TURNS.get(opened.getexif().get(ORIENTATION))
-    return opened if turn is None else opened.transpose(getattr(pillow().Transpose, turn))
+        return image.getexif().get(ORIENTATION, 1)
+    return 1
 
 
-def _rgb(image: Any) -> np.ndarray:
-    """Return the RGB values of Pillow's image, uint8 [height, width, 3], with transparent pixels on white."""
+def _rgb(image: Any, turn: int, check: Callable[[], None]) -> np.ndarray:
+    """Return the RGB values of Pillow's image, uint8 [height, width, 3], upright, with transparent pixels on white.
+
+    They are converted in strips, so that little memory is needed besides, and other threads run in between.
+    """
+    width, height = image.size
+    mirrored, quarters = TURNS.get(turn, (False, 0))
+    pixels = np.empty((width, height, 3) if quarters % 2 else (height, width, 3), np.uint8)
+    stored = np.rot90(pixels[:, ::-1] if mirrored else pixels, quarters)  # a view of the pixels as they are stored
+    rows = max(1, STRIP // width)
+    for top in range(0, height, rows):
+        check()
+        strip = image.crop((0, top, width, min(top + rows, height)))
+        stored[top : top + rows] = _rgb_values(strip)
+    return pixels
+
+
+def _rgb_values(image: Any) -> np.ndarray:
+    """Return the RGB values of a strip of an image, uint8 [height, width, 3], with transparent pixels on white."""
     if image.mode.startswith("I") or image.mode == "F":
         return _grey(image)
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = pillow().alpha_composite(pillow().new("RGBA", image.size, WHITE), image)
-    image = image if image.mode == "RGB" else image.convert("RGB")  # which copies an RGB image
-    return np.ascontiguousarray(np.asarray(image))
+    return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
 
 
 def _grey(image: Any) -> np.ndarray:

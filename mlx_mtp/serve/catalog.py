@@ -12,10 +12,9 @@ from ..checkpoint.gguf.cached import is_gguf
 from ..checkpoint.gguf.inspect import inspect_gguf
 from ..checkpoint.inspect import Inspection, inspect_checkpoint
 from ..checkpoint.library import Place, below
+from ..checkpoint.load import check_tokenizer
 from ..decoding.memory_needs import LONGEST, UNCHECKED
 from ..machine.errors import first_line, without_directories
-
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "tokenizer_config.json")
 
 
 @dataclass(frozen=True)
@@ -133,5 +132,5 @@ def _of_tokenizer(path: Path) -> int:
 
 def _problems(path: Path, facts: Inspection) -> Iterator[str]:
     yield from facts.problems
-    if not is_gguf(path) and not any((path / file).is_file() for file in TOKENIZERS):
-        yield f"{path}: no tokenizer; it needs one of {', '.join(TOKENIZERS)}"
+    if not is_gguf(path):
+        check_tokenizer(path)

@@ -1,7 +1,6 @@
 """Serve Ollama's routes about models: `GET /api/tags`, `/api/ps` and `/api/version`, and `POST /api/show`."""
 
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from .._version import __version__
+from ..checkpoint.stored_template import default_template, stored_template
 from .catalog import Offer
 from .fields import Refused, text
 from .listing import offer_of
@@ -16,7 +16,6 @@ from .service import Service
 
 THINKS = ("enable_thinking", "<think>", "reasoning_content", "<|channel>")  # in chat templates
 YEAR = 365 * 86400.0  # seconds
-TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 
 
 async def listed(request: Request) -> Response:
@@ -93,14 +92,7 @@ def _details(offer: Offer) -> dict[str, Any]:
 
 
 def _template(service: Service, offer: Offer) -> str:
-    """Return a text that contains a model's chat template; "" if none is found.
-
-    Of the one model: its tokenizer's template. Of one of several: the whole first file of TEMPLATES that it has.
-    """
+    """Return a model's chat template, "" if it has none."""
     if service.models is None:
-        found = getattr(service.ready().tokenizer, "chat_template", None)
-        return found if isinstance(found, str) else ""
-    for name in TEMPLATES:
-        with suppress(OSError, UnicodeDecodeError):
-            return (Path(offer.path) / name).read_text("utf-8")
-    return ""
+        return default_template(getattr(service.ready().tokenizer, "chat_template", None))
+    return stored_template(Path(offer.path))

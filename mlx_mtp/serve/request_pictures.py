@@ -2,17 +2,18 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from ..pictures.decoded import DecodedFiles
-from ..pictures.header import image_size
-from ..pictures.image import LIMITS, from_base64, from_data_url
+from ..pictures.header import stated_head
+from ..pictures.image import Limits, from_base64, from_data_url
 from ..pictures.rows import Picture
 from .fetch import SECONDS, fetched
 from .fields import ModelInfo, Refused
 from .places import Place
+from .preparation import check_client
 
 MOST_PICTURES = 20  # of a request
 BLOCK = 10  # earlier pictures that are left out together, so that the next requests begin with the same tokens
@@ -21,7 +22,10 @@ TOO_LONG = "the pictures of the conversation are longer than the model's context
 LOW = 512 * 512  # maximum pixels of a picture of detail "low", which is shrunk to them
 DETAILS = ("auto", "high", "low", "original")
 FILES = DecodedFiles()  # a client sends the pictures of a conversation again with each request
-DECODING = threading.BoundedSemaphore(2)  # pictures decoded at once: one of 50 million pixels needs 0.5 GB
+LIMITS = Limits(pixels=25_000_000, webp=16_000_000)  # decoding needs 0.25 GB: 10 bytes per pixel, 16 of WEBP
+MOST_PIXELS = 300_000_000  # of all pictures of a request that are to be decoded
+DECODING = threading.BoundedSemaphore(2)  # pictures decoded at once
+TURN = 0.2  # seconds of waiting for DECODING between two checks
 
 
 class Source(NamedTuple):
@@ -68,18 +72,19 @@ class RequestPictures:
         """The number of the picture that is added next, from 1 on."""
         return len(self._sources) + 1
 
-    def open(self) -> LeftOut:
+    def open(self, check: Callable[[], None] = check_client) -> LeftOut:
         """Read and check all pictures; set "picture" in each part to the `Picture` of the model's vision tower.
 
-        A file's bytes are decoded unless FILES contains the file. Returns the pictures of earlier messages that are
-        left out: those that cannot be read, and the oldest of too many. Raises Refused for one of the newest message
-        that cannot be read, before any is decoded if its header shows this, and unless the remaining pictures have
-        fewer rows together than the model has positions.
+        A file's bytes are decoded unless FILES contains the file. check: called often meanwhile; what it raises ends
+        the work. Returns the pictures of earlier messages that are left out: those that cannot be read, and the
+        oldest of too many. Raises Refused for one of the newest message that cannot be read, before any is decoded if
+        its header shows this, and unless the remaining pictures have fewer rows together than the model has
+        positions.
         """
-        for source, file in self._fitting(self._files()):
+        for source, file in self._affordable(self._fitting(self._files())):
             assert self._info
-            with self._refusing(source), DECODING:
-                image = FILES.open(file, source.number)
+            with self._refusing(source), _turn(check):
+                image = FILES.open(file, source.number, LIMITS, check)
                 source.part["picture"] = self._info.vision.picture(image, most=source.most)
         return self._left
 
@@ -138,9 +143,23 @@ class RequestPictures:
     def _counted(self, source: Source, file: bytes) -> Picture:
         """Return a `Picture` without digest, of the size that a picture's file states. May raise ValueError."""
         assert self._info
-        height, width = image_size(file)
-        LIMITS.check(height, width)
-        return Picture(b"", self._info.vision.grid(height, width, most=source.most))
+        head = stated_head(file)
+        LIMITS.check(head.height, head.width, head.format)
+        return Picture(b"", self._info.vision.grid(head.height, head.width, most=source.most))
+
+    def _affordable(self, files: list[tuple[Source, bytes]]) -> list[tuple[Source, bytes]]:
+        """Return `files` without earlier ones beyond MOST_PIXELS to be decoded; the newest count first."""
+        found, left = list[tuple[Source, bytes]](), MOST_PIXELS
+        for source, file in reversed(files):
+            with self._refusing(source):
+                if not FILES.known(file):
+                    head = stated_head(file)
+                    left -= head.height * head.width
+                    if left < 0:
+                        most = f"allowed are {MOST_PIXELS:,} in all pictures of a request; send fewer or smaller ones"
+                        raise ValueError(f"{head.width} x {head.height} pixels; {most}")
+                found.append((source, file))
+        return found[::-1]
 
     @contextmanager
     def _refusing(self, source: Source) -> Iterator[None]:
@@ -153,6 +172,17 @@ class RequestPictures:
             if source.place.new:
                 raise source.place.refused(before + why) from None
             self._left.append((source, why))
+
+
+@contextmanager
+def _turn(check: Callable[[], None]) -> Iterator[None]:
+    """Hold DECODING, for which `check` is called while this thread waits."""
+    while not DECODING.acquire(timeout=TURN):
+        check()
+    try:
+        yield
+    finally:
+        DECODING.release()
 
 
 def _given(given: dict[str, Any]) -> tuple[str, bool, str | None]:

@@ -1,6 +1,7 @@
 """Test GGUF files in the commands convert and inspect and in --model: split files, separate heads, plans."""
 
 import json
+import os
 import shutil
 
 import gguf_files
@@ -14,6 +15,8 @@ from mlx.utils import tree_flatten
 from sweep import sampled
 
 import mlx_mtp
+from mlx_mtp.checkpoint.files import read_config
+from mlx_mtp.checkpoint.gguf import cached as caching
 from mlx_mtp.checkpoint.gguf import report
 from mlx_mtp.checkpoint.gguf.cached import cached, fingerprint
 from mlx_mtp.checkpoint.gguf.convert import prepare, transcode
@@ -393,3 +396,46 @@ def test_activations(step, tmp_path):
         scales = arrays["model.layers.0.self_attn.q_proj.scales"].dtype
         assert scales == (mx.float32 if options.float32 else mx.float16)
         shutil.rmtree(new)
+
+
+READ = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def test_the_key_of_a_transcoding_is_what_is_read(step, tmp_path, cache, monkeypatch):
+    """Neither the name of a directory nor the time counts: the contents of each file that is read there do."""
+    config = read_config(transcode(prepare(step[3]), tmp_path / "whole").path)
+    folder = tmp_path / "a" / "from"
+    folder.mkdir(parents=True)
+    for name in READ:
+        (folder / name).write_text("{}")
+    (folder / "config.json").write_text(json.dumps(config))
+    made = [cached(step[3]), cached(step[3], config_from=folder)]
+    shutil.copytree(folder, tmp_path / "b" / "from")
+    for name in "ab":
+        monkeypatch.chdir(tmp_path / name)
+        assert cached(step[3], config_from="from") == made[1]
+    for name in READ:
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**content, "another": 1}))
+        made.append(cached(step[3], config_from=folder))
+        (folder / name).write_text(json.dumps(content))
+    (folder / "model.safetensors.index.json").write_text("{}")  # which is not read
+    assert cached(step[3], config_from=folder) == made[1]
+    made += [cached(step[3], heads_for=folder)]
+    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    made += [cached(step[3], heads_for=folder)]
+    assert len({*made}) == len(made) == len(list(cache.iterdir()))
+
+
+def test_a_change_between_the_samples_of_a_large_file_changes_its_key(tmp_path, monkeypatch):
+    monkeypatch.setattr(caching, "WHOLE", 64)
+    monkeypatch.setattr(caching, "SAMPLE", 1)
+    file = tmp_path / "x.gguf"
+    file.write_bytes(bytes(10_000))
+    before = fingerprint(file)
+    assert fingerprint(file) == before
+    with file.open("r+b") as f:
+        f.seek(5001)
+        f.write(b"1")
+    os.utime(file, ns=(1, 1))
+    assert fingerprint(file) != before

@@ -16,7 +16,7 @@ SIZE = 3 * 8 * 8  # bytes of the largest picture's pixels
 def opened(monkeypatch):
     """The files that are decoded."""
     found = []
-    monkeypatch.setattr(decoded, "open_image", lambda data, **more: found.append(data) or open_image(data, **more))
+    monkeypatch.setattr(decoded, "open_image", lambda data, *more: found.append(data) or open_image(data, *more))
     return found
 
 

@@ -114,7 +114,11 @@ REFUSED = {
     "mirostat": ({"options": {"mirostat": 2}}, "mirostat", None),
     "a template": ({"template": "{{ .Prompt }}"}, "template", None),
     "a format": ({"format": "yaml"}, "format='yaml'", None),
-    "a schema": ({"format": {"type": "object", "properties": {"a": {"not": {}}}}}, "format.properties.a", None),
+    "a schema": (
+        {"format": {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}},
+        "format.properties.a",
+        None,
+    ),
     "a duration": ({"keep_alive": "5 minutes"}, "keep_alive='5 minutes'", None),
     "a picture": ({"images": ["iVBORw0KGgo="]}, "pictures are not read", None),
     "a picture of a raw prompt": ({"images": ["iVBORw0KGgo="], "raw": True}, "leave out raw", None),

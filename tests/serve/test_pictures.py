@@ -1,15 +1,20 @@
 """Pictures of requests: from the parts of three APIs to the tokens of the prompt, and what is refused."""
 
+import contextlib
 import itertools
 import re
+import struct
 
 import pytest
 import seeing
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from picture_requests import base64_of, body_of, part_of, png, text_of, url_of
+from starlette.requests import ClientDisconnect
 
+from mlx_mtp.pictures.decoded import DecodedFiles
 from mlx_mtp.pictures.image import open_image
 from mlx_mtp.pictures.rows import Picture, mark_ids
+from mlx_mtp.serve import preparation, request_pictures
 from mlx_mtp.serve.chat import ChatRequest
 from mlx_mtp.serve.fields import ModelInfo, Refused
 from mlx_mtp.serve.follow import as_json, from_json
@@ -385,3 +390,70 @@ def test_results_go_into_a_question_if_the_template_prints_no_results():
 def test_a_text_only_request_has_the_prompt_of_a_model_without_a_tower(info):
     body = body_of("chat", "What?", result=("a", "b"))
     assert request_of(info, "chat", body).prompt == request_of(info_of(), "chat", body).prompt
+
+
+def test_pixels_of_a_request_are_limited_before_any_is_decoded(info, monkeypatch):
+    """Pictures that were decoded before do not count, so that a conversation that was accepted continues."""
+    monkeypatch.setattr(request_pictures, "FILES", DecodedFiles())
+    monkeypatch.setattr(request_pictures, "MOST_PIXELS", 300)
+    small, others = png(10, 20, 1), [png(10, 10 + side, side) for side in range(3)]
+    request_of(info, "chat", body_of("chat", small, "What?"))
+    request_of(info, "chat", body_of("chat", small, others[0], "What?"))
+    assert info.vision.opened == [(20, 10), (20, 10), (10, 10)]
+    given = small, others[1], small, others[2], png(8, 16, 7)
+    with pytest.raises(Refused, match=r"picture 2: 10 x 11 pixels; allowed are 300 in all pictures of a req") as e:
+        request_of(info, "chat", body_of("chat", *given, "What?"))
+    assert "\n" not in str(e.value)
+    assert len(info.vision.opened) == 3
+    body = body_of("chat", *given, "What?")
+    body["messages"] += [{"role": "assistant", "content": "A."}, {"role": "user", "content": "Why?"}]
+    assert request_of(info, "chat", body).pictures  # of the past the oldest is left out
+    assert info.vision.opened[3:] == [(20, 10), (20, 10), (12, 10), (16, 8)]
+
+
+def test_sizes_are_limited_by_format(info):
+    for limit, form in ((25_000_000, "PNG"), (16_000_000, "WEBP")):
+        for width, allowed in ((limit // 4000, True), (limit // 4000 + 1, False)):
+            with pytest.raises(Refused) as e:
+                request_of(info, "chat", body_of("chat", stated(form, width, 4000), "What?"))
+            assert ("allowed are" in str(e.value)) != allowed
+            assert ("WEBP" in str(e.value)) == (form == "WEBP")
+
+
+def stated(form, width, height):
+    """The header of a file without pixels."""
+    if form == "PNG":
+        return png()[:16] + struct.pack(">II", width, height) + png()[24:33]
+    sides = b"".join((side - 1).to_bytes(3, "little") for side in (width, height))
+    return b"RIFF\x16\0\0\0WEBPVP8X\x0a\0\0\0" + bytes(4) + sides
+
+
+class Leaving:
+    """The work of a request whose client leaves before the third check."""
+
+    checks = 0
+
+    @property
+    def left(self):
+        self.checks += 1
+        return self.checks == 3
+
+
+def test_a_request_that_waits_for_its_turn_or_decodes_can_be_ended(info, monkeypatch):
+    monkeypatch.setattr(request_pictures, "FILES", DecodedFiles())
+    monkeypatch.setattr(request_pictures, "TURN", 0.001)
+
+    for held in (2, 0):
+        work = Leaving()
+        with contextlib.ExitStack() as stack:
+            for _ in range(held):
+                stack.enter_context(request_pictures.DECODING)
+            token = preparation.CURRENT.set(work)
+            with pytest.raises(ClientDisconnect):
+                request_of(info, "chat", body_of("chat", png(40, 40, 3), "What?"))
+            preparation.CURRENT.reset(token)
+        assert work.checks == 3
+    assert not info.vision.opened
+    assert [request_pictures.DECODING.acquire(blocking=False) for _ in range(3)] == [True, True, False]
+    for _ in range(2):
+        request_pictures.DECODING.release()

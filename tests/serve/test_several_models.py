@@ -114,7 +114,7 @@ def test_the_list_of_models(several, folder):
     reasons = {each["id"]: each["reason"] for each in body["skipped"]}
     assert reasons.keys() == {"cut", "mute"}
     assert "truncated or damaged" in reasons["cut"]
-    assert "no tokenizer" in reasons["mute"]
+    assert "tokenizer.json is missing" in reasons["mute"]
     assert several.get("/v1/models/two").json()["id"] == "two"
     assert several.get("/v1/models/three").status_code == 404
     tags = several.get("/api/tags").json()["models"]

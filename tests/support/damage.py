@@ -93,7 +93,7 @@ def packed(header: bytes, data: bytes, length: int | None = None) -> bytes:
 
 
 def put(path: Path, files: Files) -> Path:
-    """Write the files; content that begins with "->" is a link, "|" a pipe, "/" a directory."""
+    """Write the files; content that begins with "->" is a link, "|" a pipe, "/" a directory, "~" a GB of zeros."""
     path.mkdir()
     for name, content in files.items():
         file = path / name
@@ -104,6 +104,9 @@ def put(path: Path, files: Files) -> Path:
             os.mkfifo(file)
         elif content == b"/":
             file.mkdir()
+        elif content == b"~":
+            file.touch()
+            os.truncate(file, 1 << 30)
         else:
             file.write_bytes(content)
     return path
@@ -152,7 +155,9 @@ def odd_file(draw, files: Files) -> str:
     added = ["model-extra.safetensors", "mtp.safetensors", INDEX, "mtp/a.safetensors", "chat_template.jinja"]
     name = draw(st.sampled_from(sorted({*files, *added})))
     content = draw(
-        st.sampled_from([None, b"->" + name.encode(), b"->nowhere", b"->/dev/zero", b"->..", b"->.", b"|", b"/"])
+        st.sampled_from(
+            [None, b"->" + name.encode(), b"->nowhere", b"->/dev/zero", b"->..", b"->.", b"|", b"/", b"~"]
+        )
     )
     files.pop(name, None)
     if content is not None:

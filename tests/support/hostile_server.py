@@ -180,5 +180,7 @@ class Load:
 
 
 def is_refusal(outcome: Outcome) -> bool:
-    """Return whether a response defers a request: 503 with a time after which to try again."""
+    """Return whether a response defers a request, 503 with a time to try again, or refuses one for its length."""
+    if outcome.status == 400 and "prompt is too long" in outcome.text:
+        return True
     return outcome.status == 503 and "\r\nretry-after:" in outcome.text.partition("\r\n\r\n")[0].lower()

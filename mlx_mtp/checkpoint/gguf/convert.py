@@ -94,14 +94,16 @@ def prepare(
         rows = summarize(parameters, measure=measure)
     except ValueError as e:
         raise ValueError(f"{source.meta.file}: {e}") from None
-    return Prepared(source, parameters, rows, files, config, made, () if small is None else _copied(small), measure)
+    return Prepared(
+        source, parameters, rows, files, config, made, () if small is None else copied_files(small), measure
+    )
 
 
 def _outputs(parameters: list[Parameter]) -> Any:
     return {name: output for parameter in parameters for name, output in parameter.outputs().items()}
 
 
-def _copied(directory: Path) -> tuple[Path, ...]:
+def copied_files(directory: Path) -> tuple[Path, ...]:
     """Return the small files of a directory, such as its tokenizer's, that a transcoding copies."""
     found = {file for pattern in SMALL_FILES for file in directory.glob(pattern)}
     return tuple(sorted(file for file in found if file.is_file() and file.name not in NOT_COPIED))

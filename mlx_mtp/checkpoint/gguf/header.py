@@ -21,7 +21,8 @@ from ...models.gguf.meta import shown
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 MAX_SPLITS, MAX_DIMENSIONS, MAX_NESTED = 1000, 4, 2
-MAX_ITEMS = 1 << 23  # of all arrays together, so that short strings cannot fill the memory
+MAX_ITEMS = 1 << 21  # of all arrays together, so that short strings cannot fill the memory
+MAX_PAIRS, MAX_TENSORS = 1 << 14, 1 << 16  # of a file: each is read in Python; a part of a split file counts alone
 MAX_VALUES = 1 << 45  # of one tensor
 STRING, ARRAY = 8, 9
 SCALARS = dict(enumerate("BbHhIif?")) | dict(zip((10, 11, 12), "Qqd", strict=True))  # as `struct` names them
@@ -175,7 +176,7 @@ class _Reader:
         if version not in VERSIONS:
             swapped = " (big-endian)" if version & 0xFFFF == 0 else ""
             raise ValueError(f"{self.path}: GGUF version {version}{swapped} is not supported; supported are 2 and 3")
-        tensors, pairs = self.count(24), self.count(13)
+        tensors, pairs = self.count(24, MAX_TENSORS), self.count(13, MAX_PAIRS)
         found: dict[str, Any] = {}
         for _ in range(pairs):
             key = self.string()
@@ -228,11 +229,16 @@ class _Reader:
         self.at += struct.calcsize(form)
         return value
 
-    def count(self, size: int) -> int:
-        """Read and return a number of items of at least `size` bytes each; ValueError if the file is too short."""
+    def count(self, size: int, most: int | None = None) -> int:
+        """Read and return a number of items of at least `size` bytes each; ValueError if the file is too short.
+
+        most: maximum of the number.
+        """
         value = self.scalar("Q")
         if value * size > len(self.data) - self.at:
             raise ValueError(f"{self.path}: truncated or damaged (it claims {value} entries)")
+        if most is not None and value > most:
+            raise ValueError(f"{self.path}: {value:,} entries in its header; allowed are {most:,}")
         return value
 
     def string(self, errors: str = "strict") -> str:
