@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import BatchResponse, StopSequences
+from mlx_lm.generate import BatchResponse
 from mlx_lm.generate import GenerationResponse as MLXResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -27,11 +27,9 @@ from .decoding.driver import Driver
 from .decoding.images import images_of, with_images
 from .decoding.loop import decode
 from .decoding.memory_needs import make_room
-from .decoding.policy import forced_drafts, lookup_drafts
 from .decoding.sampling import LogitsProcessor, Picker, Sampler, Sampling, random_key
 from .decoding.seating import Options
-from .decoding.sequence import Sequence as Decoded
-from .decoding.sequence import Yielded
+from .decoding.sequence import Asked, Yielded, new_sequence
 from .decoding.stats import Stats
 from .grammar import Constraint, Grammar, compiled
 from .layers.adapters import adapters_now
@@ -99,33 +97,28 @@ def generate_step(
     prompt: token ids [T]. ValueError at the call for an invalid option, or a prompt of no, or too many, tokens.
     """
     checked.check_call(model, locals())
-    xtc = (xtc_probability, xtc_threshold, tuple(xtc_special_tokens))
-    sampling, stats = Sampling(temp, top_p, top_k, min_p, min_tokens_to_keep, *xtc), stats or Stats()
+    xtc, stats = (xtc_probability, xtc_threshold, tuple(xtc_special_tokens)), stats or Stats()
+    sampling = Sampling(temp, top_p, top_k, min_p, min_tokens_to_keep, *xtc)
     chunk = checked.checked_chunk(model, sampling, sampler, draft_sampling, prefill_step_size)
     layout = {"kv_bits": kv_bits, "mtp_kv_bits": mtp_kv_bits, "max_kv_size": max_kv_size}
     given = pictures, max_tokens != 0, num_draft_tokens, prompt_cache, kv_group_size, quantized_kv_start, layout
     tokens, k, cache = checked.checked_inputs(model, prompt, *given)
     max_tokens = make_room(model, cache, len(tokens), max_tokens, chunk, max_context, check=check_memory)
-    lookup = lookup_drafts(cache, k, plain=num_draft_tokens == 0, adaptive=adaptive, asked=prompt_lookup)
-    most = forced_drafts(cache, plain=num_draft_tokens == 0, asked=grammar_drafts)
-    constraint, stops = checked.ends(grammar, stop_tokens, model.vocab_size)
-    same = (k, lookup, max_tokens, cache.offset, chunk, sampling, draft_sampling, draft_p_min, sorted(stops), most)
-    tokens, key = agreed(model.ranks, tokens, random_key(seed), (*same, constraint and constraint.text))
-    matcher = constraint and constraint.matcher(cache.offset + len(tokens), most, stats)
-    picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, key, draft_sampling, matcher)
-    ends = StopSequences([[token] for token in stops]).matcher()
-    sequence = Decoded(cache, picker, ends, max_tokens, k, lookup, stats)
-    stats.expect(k, len(tokens), max_tokens)
-    switch_on_for_drafts(model, max(k, lookup, sequence.most_forced))
+    asked = Asked(num_draft_tokens == 0, adaptive, prompt_lookup, grammar_drafts)
+    limits, stops = checked.ends(grammar, stop_tokens, model.vocab_size)
+    same = (k, asked, max_tokens, cache.offset, chunk, sampling, draft_sampling, draft_p_min, stops)
+    tokens, key = agreed(model.ranks, tokens, random_key(seed), (*same, limits and limits.text))
+    picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, key, draft_sampling)
+    sequence = new_sequence(cache, len(tokens), picker, stops, max_tokens, k, stats, asked=asked, grammar=limits)
+    switch_on_for_drafts(model, max(k, sequence.max_lookup, sequence.most_forced))
     driver = Driver(model, Options(chunk, adaptive, draft_p_min, compile_cycles))
-    generated = decode(driver, sequence, tokens, prompt_progress_callback)
-    return in_turns(_with_reason(generated), adapters_now(model))
+    return in_turns(_decoded(driver, sequence, tokens, prompt_progress_callback), adapters_now(model))
 
 
-def _with_reason(generated: Generated) -> Generated:
-    """Yield a generation's tokens; after an error that may be another rank's wait for the reason of its end."""
+def _decoded(*how: Any) -> Generated:
+    """Yield the tokens of `decode`; after an error that may be another rank's wait for the reason of its end."""
     try:
-        yield from generated
+        yield from decode(*how)
     except RuntimeError as e:
         wait_for_reason(e)
         raise

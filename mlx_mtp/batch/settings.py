@@ -4,7 +4,6 @@ from itertools import chain
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import StopSequences
 from mlx_lm.sample_utils import greedy_sampler
 
 from ..cache.from_mlx_lm import from_mlx_lm
@@ -13,9 +12,8 @@ from ..decoding import options as checked
 from ..decoding.agreement import agreed
 from ..decoding.memory_needs import check_prompt, within
 from ..decoding.picture_rows import check_pictures
-from ..decoding.policy import forced_drafts, lookup_drafts
 from ..decoding.sampling import Picker, Sampling, random_key
-from ..decoding.sequence import Sequence
+from ..decoding.sequence import Asked, new_sequence
 from ..decoding.stats import Stats
 from ..grammar import compiled
 from ..layers.target import Target
@@ -109,23 +107,18 @@ class Settings:
         check_pictures(self.model, own, [*chain(*pieces)], pictures or ())
         max_tokens = within(self.max_context, own.offset, total, max_tokens)
         check_prompt(self.model, own, total, max_tokens, self.chunk, ignore=not self.check_memory)
-        how = {"plain": asked == 0, "adaptive": self.adaptive, "asked": self.prompt_lookup}
-        max_lookup = 0 if plain else lookup_drafts(own, k, **how)
         options = sampler if isinstance(sampler, Sampling) else self.sampling
         options.validate(self.model.vocab_size)
         call = None if isinstance(sampler, Sampling) or sampler is greedy_sampler else sampler
         key, ranks = random_key(seed), self.model.ranks
         if ranks:
             pieces, key = agreed(ranks, pieces, key, (max_tokens, k, own.offset, options, self.draft_sampling))
-        matcher, stats = None, stats or Stats()
-        if grammar is not None:
-            forced = forced_drafts(own, plain=asked == 0, asked=self.grammar_drafts)
-            matcher = compiled(grammar, None, self.model.vocab_size).matcher(own.offset + total, forced, stats)
-        how = call, tuple(processors or ()), logprobs, key, self.draft_sampling, matcher
-        stops = stops if isinstance(stops, StopSequences) else StopSequences(stops)
-        stats.expect(k, total, max_tokens)
+        drafting = Asked(asked == 0, self.adaptive, False if plain else self.prompt_lookup, self.grammar_drafts)
+        constraint = None if grammar is None else compiled(grammar, None, self.model.vocab_size)
+        stats = stats or Stats()
+        picker = Picker(options, call, tuple(processors or ()), logprobs, key, self.draft_sampling)
+        more = {"uid": uid, "longest": own.offset + total + abs(max_tokens)}
+        how = picker, stops, max_tokens, k, stats
+        sequence = new_sequence(own, total, *how, asked=drafting, grammar=constraint, **more)
         stats.whole = self.stats
-        longest = own.offset + total + abs(max_tokens)
-        picker = Picker(options, *how)
-        sequence = Sequence(own, picker, stops.matcher(), max_tokens, k, max_lookup, stats, longest, uid)
         return Request(sequence, pieces)

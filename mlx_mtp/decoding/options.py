@@ -224,15 +224,15 @@ def checked_chunk(model: Target, sampling: Sampling, sampler: Sampler | None, mo
 
 def ends(
     grammar: Grammar | Constraint | None, stop_tokens: Collection[int], vocab_size: int
-) -> tuple[Constraint | None, frozenset[int]]:
-    """Return the compiled grammar, or None, and the ids of the tokens that end a generation.
+) -> tuple[Constraint | None, list[list[int]]]:
+    """Return the compiled grammar, or None, and the stop sequences of a generation, of one token each.
 
     These are `stop_tokens` and, with a grammar, its end-of-text tokens. Raises ValueError as `compiled`, and for
     stop_tokens that are no token ids.
     """
     check("stop_tokens", stop_tokens, Tokens())
     constraint = compiled(grammar, None, vocab_size) if grammar else None
-    return constraint, frozenset([*stop_tokens, *(constraint.eos if constraint else ())])
+    return constraint, [[token] for token in sorted({*stop_tokens, *(constraint.eos if constraint else ())})]
 
 
 def checked_inputs(

@@ -55,7 +55,7 @@ def up_to_edge(cache: PromptCache, tokens: list[int]) -> int:
     return len(tokens) if edge is None else min(len(tokens), edge - cache.offset)
 
 
-def read_rows(model: Target, cache: PromptCache, tokens: list[int]) -> mx.array:
+def hidden_rows(model: Target, cache: PromptCache, tokens: list[int]) -> mx.array:
     """Append the next n tokens to the target's caches; return the rows [1, n, H] of `Target.hidden`.
 
     tokens: either text only, or only rows of one picture, of which they may be a part. Raises ValueError as

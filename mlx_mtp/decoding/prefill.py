@@ -14,7 +14,7 @@ from .history import TokenHistory
 from .masks import mask_row
 from .members import Single
 from .pick import pick
-from .picture_rows import drop_features, read_rows, up_to_edge
+from .picture_rows import drop_features, hidden_rows, up_to_edge
 from .run import NONE_ACCEPTED, Run
 from .sampling import Picker
 
@@ -127,7 +127,7 @@ def _append(model: Target, cache: PromptCache, tokens: list[int]) -> mx.array:
     """Append tokens to the target's caches, or none if this raises; return the hidden rows [1, L, H], unevaluated."""
     mark = cache.mark()
     try:
-        hidden = read_rows(model, cache, tokens)
+        hidden = hidden_rows(model, cache, tokens)
         cache.push(hidden)
     except BaseException:
         cache.restore(mark)

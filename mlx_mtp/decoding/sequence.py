@@ -1,14 +1,17 @@
 """Hold one sequence that is decoded: its cache, how its tokens are chosen, its tokens, its positions and its end."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
 
 from ..cache.prompt_cache import PromptCache
+from ..grammar import Constraint
 from ..layers.target import Target
 from ..tuning.kernel_fallback import run_first
 from .history import TokenHistory
+from .policy import forced_drafts, lookup_drafts
 from .prefill import evaluated, first_run, without_refused
 from .run import Run
 from .sampling import Picker
@@ -81,6 +84,42 @@ class Sequence:
     def fail(self, error: Exception) -> None:
         """End this sequence and store the exception that ended it in `error`; raises nothing."""
         self.error, self.finished = error, True
+
+
+class Asked(NamedTuple):
+    """Options of `generate_step` about drafts. plain: num_draft_tokens is 0."""
+
+    plain: bool
+    adaptive: bool
+    prompt_lookup: bool | None
+    grammar_drafts: int | None
+
+
+def new_sequence(
+    cache: PromptCache,
+    prompt: int,
+    picker: Picker,
+    stops: StopSequences | list[list[int]],
+    max_tokens: int,
+    k: int,
+    stats: Stats,
+    *,
+    asked: Asked,
+    grammar: Constraint | None,
+    uid: int = 0,
+    longest: int = 0,
+) -> Sequence:
+    """Return a sequence before its prompt of `prompt` tokens is prefilled.
+
+    picker: without the matcher of `grammar`. k: maximum drafts of the drafter. uid, longest: fields of `Sequence`.
+    Raises ValueError for drafts that the cache excludes.
+    """
+    lookup = lookup_drafts(cache, k, plain=asked.plain, adaptive=asked.adaptive, asked=asked.prompt_lookup)
+    forced = forced_drafts(cache, plain=asked.plain, asked=asked.grammar_drafts)
+    picker.matcher = grammar.matcher(cache.offset + prompt, forced, stats) if grammar else None
+    stats.expect(k, prompt, max_tokens)
+    stops = stops if isinstance(stops, StopSequences) else StopSequences(stops)
+    return Sequence(cache, picker, stops.matcher(), max_tokens, k, lookup, stats, longest, uid)
 
 
 def first_tokens(model: Target, sequence: Sequence, hidden: mx.array) -> tuple[Run, list[int]]:
