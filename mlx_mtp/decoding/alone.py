@@ -3,8 +3,6 @@
 from contextlib import suppress
 from typing import Any
 
-import mlx.core as mx
-
 from ..cache.absorb import absorb
 from ..cache.aside import end_aside, set_aside
 from ..cache.prompt_cache import PromptCache
@@ -19,13 +17,13 @@ from .memory_needs import RESERVED_TOKENS
 from .policy import compiled_for, control_for, remember
 from .prefill import read_again
 from .run import Run
-from .seating import Options, Waiting
+from .seating import Options, Seating, Waiting
 from .sequence import Sequence
 
 PROMPT = Plan()  # plan of the run that chose the token before the first cycle
 
 
-class Alone:
+class Alone(Seating):
     """The seating of one sequence: what a driver does with its own cache; `Pooled` has the same methods.
 
     control: plans each cycle and observes its outcome. compiled: replays recorded cycles; None to build every cycle.
@@ -137,12 +135,6 @@ class Alone:
         elif run.size == 1:
             self.cache.to_host(base + 1)
 
-    def limits(self, new: Flight, k: int, *, replayed: bool = False) -> mx.array | None:
-        """Return None: the sequence may accept all drafts of its plans."""
-
-    def built(self, new: Flight) -> None:
-        """Nothing: `submitted_to` marks the cache once the step has begun."""
-
     def begin_drafts(self, last: Flight, new: Flight) -> None:
         """Release marks before the drafts of `new` are evaluated, which writes the drafter's caches."""
         self.release(last, new)
@@ -166,9 +158,6 @@ class Alone:
         new.base = sequence.base = sequence.next_base
         cache.advance(new.base)
         new.after = cache.mark()
-
-    def finish(self, flight: Flight, row: int, count: int) -> None:
-        """Nothing: `rest` brings the cache to rest once the tokens have been yielded."""
 
     def was_read(self, flight: Flight, found: list[Any]) -> None:
         """Note that a cycle was read, whose tokens are yielded next."""

@@ -114,8 +114,8 @@ class Driver:
         """Create the seating of the pending sequences: a pool for several, or if `pool`. They join it in a cycle."""
         if pool or len(self.pending) > 1:
             assert self.controls
-            like = self.pending[0][0].cache
-            self.seating = Pooled(self.model, like, self.drafters, self.controls, self.stats, self.how)
+            own = self.pending[0][0].cache, self.drafters, self.controls, self.stats, self.how
+            self.seating = Pooled(self.model, *own)
             self.clock.hidden = True
             return
         ((sequence, run),), self.pending = self.pending, []
@@ -274,9 +274,8 @@ class Driver:
 
         `Fallback.take` switches kernels off, or raises the error.
         """
-        assert self.seating
-        seating, self.trouble = self.seating, None
-        active = self._unfinished(self.joining)
+        seating, self.trouble, active = self.seating, None, self._unfinished(self.joining)
+        assert seating
         seating.vote(error)
         try:
             self.fallback.take(error, sum(len(s.history.tokens) for s in active))
@@ -301,8 +300,7 @@ class Driver:
     def _unseat(self, leaving: Waiting) -> None:
         if self.seating:
             self.seating.thread.shutdown()
-        self.seating = self.last = None
-        self.joining = []
+        self.seating, self.last, self.joining = None, None, []
         for sequence, run in leaving:
             self.join(sequence, run)
 

@@ -21,9 +21,9 @@ def decode(
     if sequence.k:
         test_heads(driver.model)
     sequence.stats.start()
-    cache = sequence.cache
-    cache.begin(cache.offset + len(prompt))
-    hidden = prefill(driver.model, cache, prompt, heads=sequence.k > 0, chunk=driver.how.chunk, progress=progress)
+    sequence.cache.begin(sequence.cache.offset + len(prompt))
+    how = {"heads": sequence.k > 0, "chunk": driver.how.chunk, "progress": progress}
+    hidden = prefill(driver.model, sequence.cache, prompt, **how)
     if sequence.remaining == 0:
         return
     run, first = first_tokens(driver.model, sequence, hidden)

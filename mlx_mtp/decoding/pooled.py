@@ -24,12 +24,12 @@ from .pool_rows import merged, misses_too_many, slots_for, with_missed
 from .prefill import read_again
 from .run import Run
 from .sampling import Picker
-from .seating import Options, Waiting
+from .seating import Options, Seating, Waiting
 from .sequence import Sequence
 from .stats import Stats
 
 
-class Pooled:
+class Pooled(Seating):
     """The seating of several sequences: what a driver does with their pool; `Alone` has the same methods.
 
     controls: `Controls.control`. compiled: the recorded cycles; None to build each. stats: counts new records.
@@ -174,9 +174,6 @@ class Pooled:
         base -= len(pool.missed)
         return with_missed(pool, run).given, base, next(d for d in self.drafters.values() if d.in_step)
 
-    def place(self, plan: Plan, run: Run, base: int, *, replayed: bool) -> None:
-        """Nothing: the positions of a pool are always on the device."""
-
     def limits(self, new: Flight, k: int, *, replayed: bool = False) -> mx.array | None:
         """Return `new.limits`; a recorded step always has limits."""
         return new.limits(k, always=replayed)
@@ -190,9 +187,6 @@ class Pooled:
         self.drafts_evaluated = True
         if last:
             last.after = new.before = None
-
-    def end_drafts(self, new: Flight) -> None:
-        """Nothing: after a failure all sequences are prefilled again."""
 
     def release(self, last: Flight | None, new: Flight) -> None:
         """Release the marks before `new` is submitted, so that buffers are written in place."""
@@ -242,9 +236,6 @@ class Pooled:
         assert sequence
         self.copy_out(flight, row, count, sequence.cache)
 
-    def was_read(self, flight: Flight, found: list[Any]) -> None:
-        """Nothing: a finished sequence is copied out at once."""
-
     def leave(self, last: Flight | None) -> Waiting:
         """Copy unfinished sequences' caches from the pool after a read cycle; return each with its last row's Run."""
         if last is None:
@@ -265,12 +256,6 @@ class Pooled:
                 sequence.cache.restore(mark)
             return self.leave(last)
         return [(sequence, prefill_again(self.model, sequence, chunk=self.chunk)) for sequence in active]
-
-    def vote(self, error: Trouble) -> None:
-        """Nothing: a batch has no ranks."""
-
-    def abandon(self) -> None:
-        """Nothing: the caches of a pool are not used after an error that ends it."""
 
     def copy_out(self, flight: Flight, row: int, count: int, cache: PromptCache) -> None:
         """Copy a sequence's state from the pool to `cache`, which is then at rest.
