@@ -139,8 +139,7 @@ def stream_generate(
     if max_tokens == 0:
         raise ValueError("max_tokens=0: allowed is 1 or more, or -1 for no limit")
     checked.check_names(options)
-    if not isinstance(tokenizer, TokenizerWrapper):
-        tokenizer = TokenizerWrapper(tokenizer)
+    tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
     images, shape = images_of(options), options.pop("resize_shape", None)
     ids, found = with_images(model, tokenizer, encoded(tokenizer, prompt), images, shape)
     options["pictures"] = found or options.get("pictures", ())
