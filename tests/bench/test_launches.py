@@ -1,6 +1,7 @@
 """Check how launches are counted (views are free, copies count, mx.compile fuses), and the stated counts."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -81,8 +82,10 @@ def test_a_place_is_compared_and_written(tmp_path):
 def test_the_kernels_readme_and_the_cost_model_state_the_launches_of_a_model():
     """One family without its cycles, in a process of its own; CI counts all (`python bench/counts.py`)."""
     name = "Qwen3.6-35B-A3B"
-    program = Path(__file__).parents[1] / "support" / "counted_launches.py"
-    run = subprocess.run([sys.executable, program, name], capture_output=True, text=True, check=True)
+    root = Path(__file__).parents[2]
+    program, paths = root / "tests/support/counted_launches.py", os.pathsep.join((str(root), str(root / "bench")))
+    how = {"capture_output": True, "text": True, "check": True, "env": {**os.environ, "PYTHONPATH": paths}}
+    run = subprocess.run([sys.executable, program, name], **how)
     for on, found in json.loads(run.stdout).items():
         assert {of: cost.LAUNCHES[KINDS[name, of]][on][1] for of in found} == found, on
     (line,) = [line for line in counts.KERNELS.read_text().splitlines() if line.startswith(f"| {name} |")]

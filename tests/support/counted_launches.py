@@ -1,15 +1,12 @@
 """Count the launches of a family's layers in a process in which `mx.compile` has recorded nothing before.
 
-    python tests/support/counted_launches.py FAMILY    # a name of bench/launches/models.py
+    PYTHONPATH=.:bench python tests/support/counted_launches.py FAMILY    # a name of bench/launches/models.py
 
 Prints a JSON object: by the kernels that are on, "none" or "all", the launches of each kind of layer.
 """
 
 import json
 import sys
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).parents[2] / folder) for folder in (".", "bench")]
 
 import counts
 from launches import steps
