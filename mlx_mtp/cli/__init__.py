@@ -19,7 +19,6 @@ from .chat import chat
 from .convert import convert
 from .doctor import doctor
 from .draft_vocab import draft_vocab
-from .emulate import emulate
 from .generate import generate
 from .inspect import inspect
 from .models import models
@@ -143,7 +142,6 @@ COMMANDS = (
     cache_prompt,
     convert,
     draft_vocab,
-    emulate,
     bench,
     doctor,
     inspect,

@@ -23,10 +23,7 @@ from .bench_options import (
 from .options import GIVEN
 from .together import check_command
 
-MOST_ROWS, QUICK_ROWS = 8, 4
-# Tables of `mlx-mtp emulate` that compare an op with MLX's own kernels.
-STOCK_TABLES = {"verify_attention": "attention", "verify_moe": "experts", "verify_head": "head"}
-STOCK_TABLES |= dict.fromkeys(("verify_qmm", "verify_glu", "verify_qmm_mma", "verify_gemv"), "products")
+MOST_ROWS, USUAL_ROWS, QUICK_ROWS = 32, 8, 4
 CONTEXT = 4096
 BLOCK_RATES = (
     "Assume that this share of a block drafter's drafts is accepted, each after an accepted one, such as 0.9,0.85; "
@@ -57,27 +54,27 @@ def kernels(**flags: Any) -> None:
 
     Each kernel runs on the shapes of released models. Times need a Metal GPU. With --emulate each kernel runs on
     small shapes on the CPU, which needs clang (pip install -e '.[emulate]'), and its memory traffic is counted
-    instead; with --op, a second table compares it with MLX's own kernel if the emulator has that. Turns are short, so
-    there is no rest before them without --cooldown.
+    instead; with --op verify_qmm, verify_glu, verify_qmm_mma, verify_gemv, verify_attention, verify_moe or
+    verify_head, a second table compares it with MLX's own kernels. Turns are short, so there is no rest before them
+    without --cooldown.
     """
     from ..bench import result
     from ..bench.kernels import OPS, speed_table, timed, traffic, traffic_table
+    from ..bench.stock_tables import TABLES
     from ..kernels import on_metal
-    from . import emulate_tables
 
     op = flags["op"]
     if op not in (None, *OPS):
         raise click.BadParameter(f"{op!r}: allowed are {', '.join(OPS)}", param_hint="--op")
     if not flags["emulate"] and not on_metal():
         raise click.UsageError("times need a Metal GPU, and this machine has none; --emulate counts memory traffic")
-    rows = flags["rows"] or (QUICK_ROWS if flags["quick"] else MOST_ROWS)
+    rows = flags["rows"] or (QUICK_ROWS if flags["quick"] else USUAL_ROWS)
     out = console(as_json=flags["as_json"])
     if flags["emulate"]:
         found: list[Any] = list(traffic(op, rows))
-        out.print(
-            traffic_table(found),
-            *([getattr(emulate_tables, f"{STOCK_TABLES[op]}_table")()] if op in STOCK_TABLES else []),
-        )
+        out.print(traffic_table(found))
+        if op in TABLES:
+            out.print(TABLES[op](rows))
     else:
         rounds = flags["rounds"] or (3 if flags["quick"] else 7)
         found = list(timed(op, rows, rounds, flags["cooldown"] or 0.0))

@@ -9,24 +9,18 @@ from click import IntRange, option
 
 from .image_options import WithImages, image_options
 from .next_command import after_verify
-from .options import GIVEN, load_model, model_options
+from .options import load_model, model_options
 
 TOKENS = 24  # default number of new tokens: the demo takes a minute on a slow CPU
-TASK_TOKENS = 2048  # maximum tokens of an answer to a task
 
 
 @click.command("verify-lossless", cls=WithImages)
 @model_options
-@option(
-    *("--max-tokens", "-m"),
-    type=IntRange(1),
-    help=f"Maximum tokens of a text.  [default: {TOKENS}, with --tasks {TASK_TOKENS}]",
-)
+@option("--max-tokens", "-m", type=IntRange(1), default=TOKENS, help="Maximum tokens of a text.")
 @option("--draws", type=IntRange(20), default=24, help="Number of sampled texts for the test of distributions.")
 @option("--seed", type=IntRange(0, 2**62), default=0, help="Seed of all draws.")
 @option("--diagnose/--no-diagnose", default=True, help="Try other wirings of the heads.")
 @option("--float32", is_flag=True, help="Compute in float32 with MLX's own kernels; any difference is then a bug.")
-@option("--tasks", type=GIVEN, help="Answer the questions of a JSON-lines file instead, without and with drafts.")
 @image_options
 @option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 def verify_lossless(**flags: Any) -> None:
@@ -45,9 +39,6 @@ def verify_lossless(**flags: Any) -> None:
     of a square: each picture must make its own answer more likely than the other picture's. One pair may fail. This
     tests the wiring of pictures, not exactness; --no-vision leaves it out.
 
-    --tasks FILE: each line is {"question": "...", "answer": "..."}. A number is right if it equals the last number in
-    the last \\boxed{...} of the text or, without one, in the text; another answer must occur there.
-
     `mlx-mtp doctor` checks each kernel, which may be the cause of a divergence; `mlx-mtp bench decode` measures the
     speed with and without drafts.
 
@@ -57,48 +48,36 @@ def verify_lossless(**flags: Any) -> None:
     if not (flags["mtp"] or flags["draft_model"]) or flags["num_draft_tokens"] == 0:
         wrong = "without drafts there is nothing to verify; leave out --no-mtp and --num-draft-tokens 0"
         raise click.UsageError(wrong)
-    if flags["tasks"] and flags["images"]:
-        raise click.UsageError("--image: the questions of --tasks have no pictures; leave one of them out")
-    from ..lossless.tasks import answer_all, read_tasks
-
-    tasks = read_tasks(flags["tasks"]) if flags["tasks"] else []  # before a model is loaded for them
     model, tokenizer = _load(flags)
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
-    from ..lossless.check import Settings, conclude, verify
+    from ..lossless.check import Settings, verify
     from ..pictures.prompt import opened
     from .progress import stages
 
     settings = Settings(
         drafts=_drafts(model, flags["num_draft_tokens"]),
-        max_tokens=flags["max_tokens"] or (TASK_TOKENS if tasks else TOKENS),
         p_min=flags["draft_p_min"],
         lookup=flags["prompt_lookup"] is not False,
         compiled=bool(flags["compile_cycles"]),
-        **{name: flags[name] for name in ("draws", "seed", "adaptive", "diagnose")},
+        **{name: flags[name] for name in ("max_tokens", "draws", "seed", "adaptive", "diagnose")},
     )
-    answered: list[Any] = []
     pictures = opened(model, flags["images"], flags["resize_shape"])
     columns = TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn()
     with stages(*columns, quiet=flags["as_json"]) as progress:
-        if tasks:
-            length, way = settings.max_tokens, settings.ways[-1]
-            verdict, answered = answer_all(model, tokenizer, tasks, way, max_tokens=length, progress=progress)
-            conclude(model, verdict)
-        else:
-            verdict = verify(model, tokenizer, settings, progress, pictures)
-    _print(model, tokenizer, verdict, answered, flags)
+        verdict = verify(model, tokenizer, settings, progress, pictures)
+    _print(model, tokenizer, verdict, flags)
     sys.exit(1 if verdict.broken else 0)
 
 
-def _print(model: Any, tokenizer: Any, verdict: Any, answered: list[Any], flags: dict[str, Any]) -> None:
+def _print(model: Any, tokenizer: Any, verdict: Any, flags: dict[str, Any]) -> None:
     """Print the result as tables and a line with the next command, or with --json as one JSON object."""
     from .verify_tables import as_dict, show
 
     if flags["as_json"]:
-        click.echo(json.dumps(as_dict(model, verdict, answered)))
+        click.echo(json.dumps(as_dict(model, verdict)))
     else:
-        show(model, tokenizer, verdict, answered)
+        show(model, tokenizer, verdict)
         if ranks := model.ranks:
             click.echo(f"on {ranks.size} ranks; on another number of them near-ties may be decided otherwise")
         click.echo(after_verify(verdict.diverged, flags))

@@ -14,21 +14,18 @@ from ..decoding.summary import paused, percentages
 from ..lossless.check import Verdict
 from ..lossless.compare import Comparison, Difference
 from ..lossless.sampled import HOTTER
-from ..lossless.tasks import Answered
 
 LISTED = 20  # maximum number of differences to list
 WIDTH = 110  # columns of a table if the output is not a terminal
 
 
-def show(model: Any, tokenizer: Any, verdict: Verdict, answered: list[Answered]) -> None:
-    """Print a verdict as tables. answered: the tasks of --tasks."""
+def show(model: Any, tokenizer: Any, verdict: Verdict) -> None:
+    """Print a verdict as tables."""
     console = Console(highlight=False, soft_wrap=False)
     if not console.is_terminal:
         console.width = WIDTH
     print_text = partial(console.print, markup=False, soft_wrap=True)
     print_text(f"{model.report}\n")
-    if answered:
-        console.print(_tasks(answered))
     console.print(_ways("greedy, compared with the text without drafts", verdict.greedy))
     if d := verdict.drift:
         share = f"{d.share:.0%} of the rounding tolerance"
@@ -109,19 +106,6 @@ def _sight(verdict: Verdict) -> str:
     return f"sees: {pairs}; this tests the wiring of pictures, not exactness\n"
 
 
-def _tasks(answered: list[Answered]) -> Table:
-    table = _table("tasks", ["task", "question"], ["tokens", "without", "with", "same text"])
-    marks = {True: "right", False: "wrong"}
-    for i, a in enumerate(answered, 1):
-        question = Text(" ".join(a.task.question.split())[:40])
-        table.add_row(str(i), question, str(a.tokens), marks[a.plain], marks[a.drafted], "yes" if a.same else "no")
-    table.add_section()
-    plain, drafted, same = (sum(getattr(a, name) for a in answered) for name in ("plain", "drafted", "same"))
-    n = len(answered)
-    table.add_row("", "right", "", *(f"{count}/{n} = {count / n:.0%}" for count in (plain, drafted)), f"{same}/{n}")
-    return table
-
-
 def _sum(verdict: Verdict, differences: list[Difference]) -> str:
     """Return the verdict in one line: lossless, or the kind of the deviation."""
     if diverged := sum(not d.near_tie for d in differences):
@@ -134,8 +118,8 @@ def _sum(verdict: Verdict, differences: list[Difference]) -> str:
     return f"lossless in {verdict.dtype}: {tokens:,} tokens compared, {near}{but}"
 
 
-def as_dict(model: Any, verdict: Verdict, answered: list[Answered]) -> dict[str, Any]:
-    """Return a verdict as a dictionary for JSON. answered: the tasks of --tasks."""
+def as_dict(model: Any, verdict: Verdict) -> dict[str, Any]:
+    """Return a verdict as a dictionary for JSON."""
     return {
         "lossless": not verdict.diverged,
         **{name: getattr(verdict, name) for name in ("broken", "warnings", "dtype")},
@@ -146,7 +130,6 @@ def as_dict(model: Any, verdict: Verdict, answered: list[Answered]) -> dict[str,
         "distributions": [asdict(f) for f in verdict.fits],
         "heads": {"right": verdict.agreement, "better_wirings": [asdict(b) for b in verdict.better]},
         "sees": {kind: {"right": a, "pairs": b} for kind, (a, b) in verdict.seen.items()},
-        **({"tasks": [asdict(a) for a in answered]} if answered else {}),
     }
 
 

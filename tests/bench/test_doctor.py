@@ -254,9 +254,7 @@ def test_without_a_clang_kernels_are_not_checked_and_nothing_is_wrong(no_clang, 
 @pytest.mark.parametrize(
     "command",
     [
-        ("emulate",),
-        ("emulate", "--stock", "--rows", 2),
-        ("emulate", "--of", "head"),
+        ("bench", "kernels", "--emulate", "--op", "verify_head"),
         ("bench", "kernels", "--emulate"),
         ("bench", "kernels", "--emulate", "--op", "add_norm", "--rows", 2),
     ],

@@ -1,6 +1,6 @@
 """Damage other files that commands read, at random: a command prints text or one error line and no partial file.
 
-The files are saved prompt caches, draft vocabularies, adapters, drafters, separate heads, benchmark results, tasks,
+The files are saved prompt caches, draft vocabularies, adapters, drafters, separate heads, benchmark results,
 and a config.json for a random model. For files with a checksum some damaged versions have a correct one.
 """
 
@@ -29,14 +29,12 @@ COMMANDS = {
     "heads": [f"{GENERATE} --model DIR --mtp-path FILE"],
     "adapter": [f"{GENERATE} --model QWEN --adapter-path FOLDER"],
     "drafter": [f"{GENERATE} --model QWEN --draft-model FOLDER", "inspect FOLDER"],
-    "tasks": ["verify-lossless -m 2 --no-diagnose --model DIR --tasks FILE"],
     "config": ["bench model --quick --config FILE", "bench verify --config FILE --rows 1 --contexts 4 --rounds 1"],
     "decode": ["bench compare FILE FILE", "bench plot FILE --plot NEW.png", "bench model --quick --measured FILE"],
     "verify": ["bench plot FILE --html NEW", "bench model --quick --measured FILE --model GLM-4.5 --html NEW"],
     "profile": ["bench plot FILE --plot NEW.svg", "bench model --quick --measured FILE --model demo --out NEW"],
     "kernels": ["bench plot FILE --plot NEW.png"],
 }
-TASKS = b'{"question": "abc?", "answer": "a b"}\n\n{"question": "bc", "answer": 12}\n'
 CHANGED = ["cut_bytes", "flip_bits", "junk", "odd_file", "header_entry", "tensor_values", "entry"]
 QUERY = "model.layers.4.self_attn.q_proj"
 MODELS = ("decode", "verify", "profile", "adapter")  # a damaged file may make the usage wrong
@@ -82,7 +80,6 @@ def whole(here, tmp_path_factory):
             "adapter_config.json": json.dumps(ADAPTER).encode(),
         },
         "drafter": {file.name: file.read_bytes() for file in sorted((made / "drafter").iterdir(), reverse=True)},
-        "tasks": {"tasks.jsonl": TASKS},
         "config": {"config.json": json.dumps(damage.STEP | {"vocab_size": 256}).encode()},
     }
     for kind in ("decode", "verify", "profile", "kernels"):
@@ -91,7 +88,7 @@ def whole(here, tmp_path_factory):
 
 
 def entry(draw, files: damage.Files) -> str:
-    """Draw an entry of JSON: of a JSON file, a line of tasks, or a prompt cache's metadata."""
+    """Draw an entry of JSON: of a JSON file or a prompt cache's metadata."""
     if not files:
         return "nothing"
     name, printed = draw(st.sampled_from(sorted(files))), []
@@ -99,10 +96,9 @@ def entry(draw, files: damage.Files) -> str:
         if name == "cache.safetensors":
             files[name] = rewritten(files[name], lambda state: printed.append(damage.change_entry(draw, state)))
         else:
-            first, *others = files[name].split(b"\n") if name == "tasks.jsonl" else [files[name]]
-            tree = json.loads(first)
+            tree = json.loads(files[name])
             printed.append(damage.change_entry(draw, tree))
-            files[name] = b"\n".join([json.dumps(tree).encode(), *others])
+            files[name] = json.dumps(tree).encode()
     except (ValueError, KeyError, TypeError, IndexError, struct.error, RecursionError):
         return "nothing"
     return f"{name} {printed}"

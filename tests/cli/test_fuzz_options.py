@@ -56,7 +56,7 @@ FEW_FLAGS = (
     "--texts",
 )
 READ_FLAGS = ("--model", "--hf-path", "--mtp-path", "--adapter-path", "--draft-model", "--draft-vocab", "--config")
-READ_FLAGS += ("--prompt-cache-file", "--tasks", "--compare", "--measured")
+READ_FLAGS += ("--prompt-cache-file", "--compare", "--measured")
 WRITTEN_FLAGS = ("--out", "--mlx-path", "--plot", "--html", "--capture-path")
 WRITTEN_BY = {("cache-prompt", "--prompt-cache-file"), ("convert", "--mtp-path")}
 SLOW_FLAGS = ("--emulate", "--compile", "--diagnose", "--trust-remote-code")  # the last may download
@@ -151,8 +151,6 @@ def test_any_flags(whole, data):
         ("bench model", ["--quick", "--out", "/dev/null", "--html", "/dev/null"]),
         ("bench compare", ["TEXT", "PIPE"]),
         ("bench plot", ["DEEP", "--html", "new.html"]),
-        ("verify-lossless", ["--tasks", "/dev/zero", "--model", "DIR"]),
-        ("verify-lossless", ["--tasks", "DEEP", "--model", "DIR"]),
         ("generate", ["--draft-vocab", "/dev/zero", "--model", "DIR", "-m", "1"]),
     ],
 )

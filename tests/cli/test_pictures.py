@@ -114,10 +114,7 @@ def test_a_saved_prompt_needs_its_pictures_no_more(place, model, tmp_path):
     assert "cache-prompt" in error
 
 
-def test_options_that_have_no_place_for_pictures_refuse_them(place, tmp_path):
-    tasks = tmp_path / "tasks.jsonl"
-    tasks.write_text('{"question": "1?", "answer": "1"}\n')
-    assert "--tasks" in one_line_error(call("verify-lossless", "--image", place / "a.png", "--tasks", tasks), 2)
+def test_options_that_have_no_place_for_pictures_refuse_them(place):
     for flag in ("--contexts 64", "--prompts 1", "--grammar builtin", "--categories x"):
         error = one_line_error(call("bench", "decode", "--image", place / "a.png", *flag.split()), 2)
         assert flag.split()[0] in error

@@ -1,18 +1,14 @@
-"""Check the context manager that replaces Metal, the compile cache and `mlx-mtp emulate`."""
+"""Check the context manager that replaces Metal and the compile cache."""
 
 import subprocess
 import sys
 
 import mlx.core as mx
 import pytest
-from click.testing import CliRunner
 from metal_cases import launch, linux_only
 from mlx_lm.models import gated_delta, ssm
-from sweep import sweep
 
 from mlx_mtp import emulator
-from mlx_mtp.cli import main
-from mlx_mtp.cli.emulate_tables import head_table
 from mlx_mtp.emulator import compile as compiling
 
 pytestmark = linux_only
@@ -82,73 +78,6 @@ def test_the_choice_of_clang(monkeypatch):
         compiling.find_clang()
     monkeypatch.delenv("MLX_MTP_CLANG")
     assert "clang version" in compiling.find_clang()[2]
-
-
-def test_emulate_prints_the_table():
-    result = CliRunner().invoke(main, ["emulate", "--stock", "--rows", "2"], env={"COLUMNS": "120"})
-    assert result.exit_code == 0, result.output
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.output.splitlines() if "│" in line]
-    table = {(row[0] or None, row[1]): row[2:] for row in rows}
-    assert table["MLX qmv_fast", "1"][:3] == ["1.00x", "4.00x", "16.00x"]
-    assert table["MLX qmv_wide", "1"][0] == "1.00x"
-    stock = {"MLX qmv_fast", "MLX qmv", "MLX qmv_wide", "MLX gather_qmv", "MLX sdpa_vector"}
-    assert {name for name, _ in table if name} == stock
-    assert " ms" not in result.output
-
-
-def test_emulate_compares_our_kernels_with_mlx():
-    result = CliRunner().invoke(main, ["emulate", "--of", "products", "--rows", "2"], env={"COLUMNS": "120"})
-    assert result.exit_code == 0, result.output
-    table, name = {}, ""
-    for line in (line for line in result.output.splitlines() if "│" in line):
-        kernel, _, weights, _, x, *_ = (cell.strip() for cell in line.split("│")[1:-1])
-        name = kernel or name
-        table.setdefault(name, []).append((float(weights[:-1]), float(x[:-1])))
-    for kernel in ("verify_qmm", "verify_glu", "verify_gemv", "verify_qmm_mma"):
-        assert [weights for weights, _ in table[kernel]] == [1.0, 1.0]
-        quarters = [x / 4 + 0.005 for _, x in table["MLX qmv_wide"]]  # printed with two digits
-        assert all(x <= quarter for (_, x), quarter in zip(table[kernel], quarters, strict=True))
-
-
-def rows_of(table: str) -> list[list[str]]:
-    """Return the cells of each row; only a kernel's first row has its name."""
-    found, kernel = [], ""
-    result = CliRunner().invoke(main, ["emulate", f"--of={table}"], env={"COLUMNS": "80"})
-    assert result.exit_code == 0, result.output
-    for line in (line for line in result.output.splitlines() if "│" in line):
-        first, *cells = (cell.strip() for cell in line.split("│")[1:-1])
-        kernel = first or kernel
-        found.append([kernel, *cells])
-    return found
-
-
-@sweep
-def test_keys_and_values_are_requested_once_for_all_queries_and_heads():
-    rows = rows_of("attention")
-    ours = [row for row in rows if row[0] == "verify_attention"]
-    assert {(q, group) for _, q, group, *_ in ours} >= {("1", "4"), ("8", "12")}
-    assert all(keys == values == "1.00x" for _, _, _, keys, values, _ in ours)
-    stock = {(q, group): keys for name, q, group, keys, *_ in rows if name == "MLX sdpa_vector"}
-    assert stock["1", "4"] == "4.00x"
-    assert float(stock["2", "12"][:-1]) > 23
-    assert stock["8", "12"] == "not fused"
-
-
-@sweep
-def test_experts_are_requested_once_and_no_logits_are_written():
-    weights = {(name, m): again for name, m, _, _, again, _ in rows_of("experts")}
-    assert {again for (name, _), again in weights.items() if name == "verify_moe"} == {"1.00x"}
-    assert float(weights["MLX gather_qmv", "8"][:-1]) > 2
-    columns = (column.cells for column in head_table(rows=(8,)).columns)
-    heads = {name: int(written) for name, _, _, written, _ in zip(*columns, strict=True)}
-    assert heads["MLX qmv_wide + argmax"] >= 8 * 1024 * 2
-    assert heads["verify_head"] < heads["MLX qmv_wide + argmax"] / 20
-
-
-def test_emulate_reports_invalid_arguments():
-    result = CliRunner().invoke(main, ["emulate", "--stock", "--shape", "64", "100"])
-    assert result.exit_code == 2
-    assert "64" in result.output
 
 
 def test_the_command_line_starts_without_the_emulator():

@@ -1,4 +1,4 @@
-"""Run our kernels and MLX's own in the emulator and return their counts as tables."""
+"""Compare the emulated memory traffic of our kernels with that of MLX's own; a table for each kind of op."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -18,6 +18,8 @@ Measure = Callable[[int], Sequence[str]]  # maps a number of rows M to cells of 
 # Buffers in the products' tables, with the kernels' names for them.
 BUFFERS = {"weights": ("w", "keys"), "scales": ("scales",), "x": ("x", "queries")}
 
+MATRIX = 64, 1024
+LM_HEAD = 1024, 512  # vocabulary and hidden size
 SHAPES = ((1, 4), (8, 4), (2, 12), (8, 12))  # of attention: queries, query heads per KV head
 POSITIONS, DIMS = 300, 128
 
@@ -53,32 +55,31 @@ def _launches(kernel: Callable[..., object], *args: Any, **options: Any) -> list
     return launches
 
 
-def products_table(stock: bool = False, shape: tuple[int, int] = (64, 1024), rows: int = 8) -> Table:
-    """Return the table of bytes requested for 1 to `rows` rows times a matrix. stock: only MLX's kernels.
+def products_table(most: int) -> Table:
+    """Return the table of bytes requested for 1 to `most` rows times a matrix.
 
     The matrix has 4 bits, for verify_gemv float32. By kind of buffer the bytes are over the distinct ones.
     """
     columns = ("kernel", "M", *BUFFERS, "KiB requested", "lines per access")
-    title = f"bytes requested / distinct bytes, 4-bit ({shape[0]}, {shape[1]}), emulated"
-    table = _counts_table(title, columns, _by_kernel(_products(stock, *shape), range(1, rows + 1)))
+    title = f"bytes requested / distinct bytes, 4-bit {MATRIX}, emulated"
+    table = _counts_table(title, columns, _by_kernel(_products(*MATRIX), range(1, most + 1)))
     touched = "lines of 64 bytes that 32 lanes of a simdgroup touch in one read of the weights"
     table.caption = f"lines per access: {touched}"
     return table
 
 
-def _products(stock: bool, n: int, k: int) -> Iterator[tuple[str, Measure]]:
-    """Yield (kernel's name, measure) for a 4-bit matrix (n, k), of verify_gemv dense: MLX's, unless `stock` ours."""
+def _products(n: int, k: int) -> Iterator[tuple[str, Measure]]:
+    """Yield (kernel's name, measure) for a 4-bit matrix (n, k), of verify_gemv dense: MLX's kernels and ours."""
     dense = mx.ones((n, k))
     whole = Quantized(*mx.quantize(dense, 64, 4), 64, 4, "affine", (n,))
     halves = Quantized(whole.w, whole.scales, whole.biases, 64, 4, "affine", (n // 2, n // 2 * 2))
     for name, traffic in stock_kernels(n, k).items():
         yield f"MLX {name}", lambda m, traffic=traffic: _product_cells(traffic(m))
-        if name == "qmv_wide" and not stock:
+        if name == "qmv_wide":
             yield "verify_qmm", partial(_product, kernels.verify_qmm, whole, k)
             yield "verify_glu", partial(_product, kernels.verify_glu, halves, k)
             yield "verify_qmm_mma", partial(_product, kernels.verify_qmm_mma, whole, k)
-    if not stock:
-        yield "verify_gemv", partial(_product, kernels.verify_gemv, dense, k)
+    yield "verify_gemv", partial(_product, kernels.verify_gemv, dense, k)
 
 
 def _product(kernel: Callable[..., object], weights: Quantized | mx.array, k: int, m: int) -> list[str]:
@@ -92,11 +93,11 @@ def _product_cells(traffic: Traffic) -> list[str]:
     return [*reread, f"{traffic.bytes_read / 1024:.0f}", lines]
 
 
-def attention_table() -> Table:
-    """Return the table of requested over distinct bytes of keys, values and queries; takes a few seconds."""
+def attention_table(most: int) -> Table:
+    """Return the table of requested over distinct bytes of keys, values and queries, of at most `most` queries."""
     title = f"bytes requested / distinct bytes, attention to {POSITIONS} positions of {DIMS}, emulated"
     kv, scale, groups = mx.ones((1, 1, POSITIONS, DIMS), mx.float16), DIMS**-0.5, []
-    for rows, group in SHAPES:
+    for rows, group in (shape for shape in SHAPES if shape[0] <= most):
         q, stock = mx.ones((1, group, rows, DIMS), mx.float16), ["not fused"] * 3
         if fused(rows, group):
             stock = _reread(sdpa_vector(q, kv, kv, scale=scale, causal=rows > 1)[1], "keys", "values", "queries")
@@ -111,15 +112,15 @@ def _reread(traffic: Traffic, *names: str) -> list[str]:
     return [f"{traffic[name].reread:.2f}x" for name in names]
 
 
-def experts_table() -> Table:
-    """Return the table of requests for experts' weights at ROWS rows, each of which visits TOP_K of EXPERTS."""
+def experts_table(most: int) -> Table:
+    """Return the table of requests for experts' weights at up to `most` rows, each of which visits TOP_K of EXPERTS."""
     columns = ("kernel", "M", "distinct experts / pairs", "launches", "weights", "KiB of weights")
     title = f"4-bit experts, {TOP_K} of {EXPERTS} for a row, emulated"
     drawn = [mx.quantize(mx.ones((EXPERTS, n, k)), GROUP, BITS) for n, k in ((INNER, HIDDEN), (HIDDEN, INNER))]
     up, down = (Quantized(*arrays, GROUP, BITS, "affine", arrays[0].shape[1:2]) for arrays in drawn)
     runs = {"MLX gather_qmv": _gathered, "verify_moe": _moe}
     measures = ((kernel, partial(_visits, run, Experts(up, up, down))) for kernel, run in runs.items())
-    return _counts_table(title, columns, _by_kernel(measures, ROWS))
+    return _counts_table(title, columns, _by_kernel(measures, [m for m in ROWS if m <= most]))
 
 
 def _visits(run: Callable[..., list[Traffic]], experts: Experts, m: int) -> list[str]:
@@ -148,15 +149,15 @@ def _moe(experts: Experts, logits: mx.array, _visited: mx.array) -> list[Traffic
     return _launches(kernels.verify_moe, x, logits, experts, Routing("sigmoid", TOP_K))
 
 
-def head_table(vocabulary: int = 1024, width: int = 512, rows: Sequence[int] = ROWS) -> Table:
-    """Return the table of bytes of a 4-bit LM head (vocabulary, width) in bfloat16 at these numbers of rows.
+def head_table(most: int) -> Table:
+    """Return the table of bytes of a 4-bit LM head in bfloat16 at up to `most` rows.
 
-    Vocabulary and width are multiples of 64. Weights: requested over distinct bytes. Written: by all launches. Read
-    back: bytes that a launch reads of another launch's output; MLX's argmax reads each logit once.
+    Weights: requested over distinct bytes. Written: by all launches. Read back: bytes that a launch reads of another
+    launch's output; MLX's argmax reads each logit once.
     """
-    title = f"tokens of a 4-bit ({vocabulary}, {width}) head, bfloat16, emulated"
+    title = f"tokens of a 4-bit {LM_HEAD} head, bfloat16, emulated"
     columns = ("kernels", "M", "weights", "bytes written", "bytes read back")
-    return _counts_table(title, columns, _by_kernel(_lm_heads(vocabulary, width), rows))
+    return _counts_table(title, columns, _by_kernel(_lm_heads(*LM_HEAD), [m for m in ROWS if m <= most]))
 
 
 def _lm_heads(n: int, k: int) -> Iterator[tuple[str, Measure]]:
@@ -187,3 +188,8 @@ def _chosen(kernel: Callable[..., object], args: tuple[Any, ...], m: int) -> lis
 
 def _written(traffic: Traffic) -> int:
     return sum(b.bytes_written for b in traffic.buffers.values() if b.space == "output")
+
+
+# By op: its table, of at most the given number of rows.
+TABLES = {"verify_attention": attention_table, "verify_moe": experts_table, "verify_head": head_table}
+TABLES |= dict.fromkeys(("verify_qmm", "verify_glu", "verify_qmm_mma", "verify_gemv"), products_table)
