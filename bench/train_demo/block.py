@@ -11,12 +11,13 @@ from pathlib import Path
 
 import click
 import mlx.core as mx
+import mlx.optimizers as optimizers
 import numpy as np
 from tokenizers import Tokenizer
 
 from mlx_mtp.demo import demo_path
 from mlx_mtp.layers.block_drafter import BlockNetwork
-from mlx_mtp.training.optimize import Trainer, trapezoid
+from mlx_mtp.training.optimize import Trainer, adam
 
 from . import block_anchors, block_network, checkpoint, written_streams
 from .block_card import block_card
@@ -28,6 +29,7 @@ SLOTS, WRITTEN, HELD = 512, 512, 16  # tokens of a stream; streams to train on b
 PASSES = 3  # over the streams before new ones are written
 ROWS, ANCHORS, SHORT = 16, 20, 3  # stretches of a step, anchors of a stretch, drafts in every other step
 PEAK_LEARNING_RATE = 2.5e-3
+MUON_RATE = 8
 STREAMS = 4  # more than cores, so that other processes delay a step less
 LOG_EVERY, SAVE_EVERY = 20, 200
 
@@ -48,8 +50,7 @@ def train(
 ) -> None:
     """Train for `steps` steps; log the share of right drafts by depth, given the tokens before, and save."""
     loss = partial(_loss, frozen=frozen)
-    options = {"is_matrix": _is_matrix, "streams": STREAMS, "schedule": trapezoid}
-    trainer = Trainer(net, loss, first=0, steps=steps, peak=PEAK_LEARNING_RATE, **options)
+    trainer = Trainer(net, loss, steps=steps, peak=PEAK_LEARNING_RATE, optimizer=MuonAndAdam(), count=STREAMS)
     start, counts = time.perf_counter(), []
     for step, batch in zip(range(1, steps + 1), data, strict=False):
         drafts = SHORT if step % 2 else DRAFTS  # later rows of a block matter less, and cost as much
@@ -62,6 +63,24 @@ def train(
         if step % SAVE_EVERY == 0 or step == steps:
             block_network.save(net, config, out)
             click.echo(f"held out: {tokens_per_cycle(net, frozen, held):.2f} tokens per cycle")
+
+
+class MuonAndAdam(optimizers.MultiOptimizer):
+    """An optimizer: Muon for the parameters for which `_is_matrix` returns True, AdamW for the others.
+
+    `learning_rate` is that of AdamW; Muon's is MUON_RATE times as large.
+    """
+
+    def __init__(self) -> None:
+        super().__init__([optimizers.Muon(learning_rate=0.0, weight_decay=0.0), adam()], [_is_matrix])
+
+    @property
+    def learning_rate(self) -> mx.array:
+        return self.optimizers[1].learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        self.optimizers[0].learning_rate, self.optimizers[1].learning_rate = MUON_RATE * rate, rate
 
 
 def _is_matrix(path: str, parameter: mx.array) -> bool:

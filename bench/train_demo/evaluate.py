@@ -9,8 +9,7 @@ import mlx_lm
 import numpy as np
 from tokenizers import Tokenizer
 
-from mlx_mtp.training.arithmetic import cross_entropy
-
+from .activations import cross_entropy
 from .data import chat
 from .library import Doc
 from .network import DemoModel

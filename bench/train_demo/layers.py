@@ -1,13 +1,13 @@
 """Step-3.5's layers as functions over mlx-lm's modules, written again for training on a CPU.
 
 Same weights, same results as the modules' own calls; sliding attention works on blocks, all experts are
-computed in one batched product (they are few), and the activations come from `training.arithmetic`.
+computed in one batched product (they are few), and the activations come from `activations.py`.
 """
 
 import mlx.core as mx
 from mlx_lm.models.step3p5 import Step3p5Attention, Step3p5DecoderLayer, Step3p5MLP, Step3p5MoE
 
-from mlx_mtp.training.arithmetic import sigmoid, softmax, swiglu
+from .activations import sigmoid, softmax, swiglu
 
 MASKED = -80.0
 

@@ -6,8 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.step3p5 import ModelArgs, Step3p5DecoderLayer, Step3p5Model
 
-from mlx_mtp.training.arithmetic import cross_entropy
-
+from .activations import cross_entropy
 from .layers import attention, decoder_layer, expert_weights
 
 RESIDUAL_SCALE, HEAD_SCALE = 0.2, 0.1  # of the initial weights that write to the residual stream, to the logits

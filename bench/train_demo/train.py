@@ -6,10 +6,12 @@ MALLOC_TRIM_THRESHOLD_=17179869184 (freed memory is kept instead of being mapped
 """
 
 import itertools
+import math
 import os
 import random
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import click
@@ -31,6 +33,7 @@ from .tokenizer import as_text, save_tokenizer, train_tokenizer
 
 ROWS, SLOTS = 8, 256
 PEAK_LEARNING_RATE = 2e-3
+RESTART_STEPS = 30  # at whose end a later phase has the rate of the schedule
 PROMPTS_PER_STEP = 2  # of the whole run; each makes some 90 tokens of self-written text
 LOG_EVERY, SAVE_EVERY, BALANCE_EVERY = 10, 100, 10
 
@@ -57,6 +60,20 @@ def batches(stream: Iterator[int], rows: int = ROWS, slots: int = SLOTS) -> Iter
         yield mx.array(np.array(window, dtype=np.int32)[starts + np.arange(slots + extra)])
 
 
+def learning_rate(step: int, steps: int, peak: float, first: int = 0) -> float:
+    """Return the rate of step `step` (from 0) of `steps`: linear warmup over 4% of them, then a cosine.
+
+    The warmup has at least one step. The cosine falls from `peak` towards 2% of it. first: the step at which a phase
+    begins; if it is not 0, the rate rises linearly to that of the schedule over RESTART_STEPS.
+    """
+    warmup = max(1, steps // 25)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    peak *= min(1.0, (step - first + 1) / RESTART_STEPS) if first else 1.0
+    progress = (step - warmup) / max(1, steps - warmup)
+    return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
 def describe(model: DemoModel, out: Path, corpus: dict[str, list], tokenizer: Tokenizer, run: Run) -> None:
     """Evaluate the saved checkpoint (as stored, in bf16) and write its model card."""
     report = evaluate(model, tokenizer, corpus)
@@ -79,7 +96,8 @@ def train(
 ) -> list[float]:
     """Steps first..last of a schedule of `steps`, saving now and then; returns losses [1 + DEPTHS]."""
     loss = foresight_loss if phase.self_written else joint_loss
-    trainer = Trainer(model, loss, first=first, steps=steps, peak=phase.rate * PEAK_LEARNING_RATE)
+    schedule = partial(learning_rate, first=first)
+    trainer = Trainer(model, loss, steps=steps, peak=phase.rate * PEAK_LEARNING_RATE, schedule=schedule)
     start, recent = time.perf_counter(), []
     for step, tokens in enumerate(itertools.islice(data, last - first), start=first + 1):
         recent = [*recent[1 - LOG_EVERY :], trainer.step(step - 1, tokens)]

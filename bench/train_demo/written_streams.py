@@ -10,9 +10,8 @@ import numpy as np
 from mlx_lm.models.step3p5 import Step3p5Attention
 from tokenizers import Tokenizer
 
-from mlx_mtp.training.arithmetic import sigmoid
-
 from . import self_written
+from .activations import sigmoid
 from .layers import MASKED, mlp, moe
 from .network import DemoModel
 from .tokenizer import SPECIAL_TOKENS

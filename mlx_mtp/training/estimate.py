@@ -113,7 +113,7 @@ def estimate(
     reading = (time.perf_counter() - began) / TRIED / len(samples)
     given = {"teacher": workshop.teacher, "ranks": workshop.ranks, "depths": workshop.depths}
     loss = partial(chain_loss, model=model, **given, checkpoint=checkpoint)
-    trainer = Trainer(workshop.trained, loss, first=0, steps=1, peak=0.0, count=math.gcd(rows, STREAMS))
+    trainer = Trainer(workshop.trained, loss, steps=1, peak=0.0, count=math.gcd(rows, STREAMS))
     batch = _blank(len(trainer.streams), length, width)
     trainer.shares(*batch)
     began = time.perf_counter()

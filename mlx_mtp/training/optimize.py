@@ -1,6 +1,5 @@
-"""Make training steps with AdamW, or Muon for matrices, and clipped gradients; on a CPU on several streams."""
+"""Make training steps with AdamW and clipped gradients; on a CPU on several streams."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,21 +11,7 @@ from mlx.utils import tree_map
 from .streams import STREAMS, streams
 
 GRADIENT_NORM = 1.0
-RESTART_STEPS = 30
-MUON_RATE = 8
 WARMUP_STEPS, DECAY = 50, 0.3
-
-
-def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Return the rate of step `step` (from 0) of `steps`: linear warmup over 4% of them, then a cosine.
-
-    The warmup has at least one step. The cosine falls from `peak` towards 2% of it.
-    """
-    warmup = max(1, steps // 25)
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    progress = (step - warmup) / max(1, steps - warmup)
-    return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def trapezoid(step: int, steps: int, peak: float) -> float:
@@ -38,34 +23,19 @@ def trapezoid(step: int, steps: int, peak: float) -> float:
     return peak * min(1.0, (step + 1) / WARMUP_STEPS, left)
 
 
-class MuonAndAdam(optimizers.MultiOptimizer):
-    """An optimizer: Muon for the parameters for which `is_matrix` returns True, `adam` for the others.
-
-    is_matrix: receives a parameter's path and the parameter. `learning_rate` is that of `adam`; Muon's is MUON_RATE
-    times as large.
-    """
-
-    def __init__(self, adam: optimizers.Optimizer, is_matrix: Callable[[str, mx.array], bool]):
-        super().__init__([optimizers.Muon(learning_rate=0.0, weight_decay=0.0), adam], [is_matrix])
-
-    @property
-    def learning_rate(self) -> mx.array:
-        return self.optimizers[1].learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, rate: float) -> None:
-        self.optimizers[0].learning_rate, self.optimizers[1].learning_rate = MUON_RATE * rate, rate
+def adam() -> optimizers.Optimizer:
+    """Return a new AdamW, whose rate a `Trainer` sets."""
+    return optimizers.AdamW(learning_rate=0.0, betas=[0.9, 0.99], weight_decay=0.05, bias_correction=True)
 
 
 class Trainer:
-    """Updates of a model's trainable parameters, by a new optimizer, for the steps from `first` on.
+    """Updates of a model's trainable parameters.
 
-    loss: receives the model and the arrays of a batch; returns (the loss, an array to report). first: if not 0, the
-    rate rises linearly to that of the schedule over RESTART_STEPS. steps: in all. peak: the highest rate. is_matrix:
-    whether Muon updates a parameter, by its path and itself; None: AdamW updates all. count: number of streams on a
-    CPU, which divides the number of rows of every batch. schedule: (step, steps, peak) -> rate.
+    loss: receives the model and the arrays of a batch; returns (the loss, an array to report). steps: in all. peak:
+    the highest rate. optimizer: a new one; None for AdamW. count: number of streams on a CPU, which divides the
+    number of rows of every batch. schedule: (step, steps, peak) -> rate.
 
-    done: index of the last step that has updated the parameters, plus one; `first` before any.
+    done: index of the last step that has updated the parameters, plus one; 0 before any.
     """
 
     def __init__(
@@ -73,17 +43,14 @@ class Trainer:
         model: nn.Module,
         loss: Callable,
         *,
-        first: int,
         steps: int,
         peak: float,
-        is_matrix: Callable[[str, mx.array], bool] | None = None,
+        optimizer: optimizers.Optimizer | None = None,
         count: int = STREAMS,
-        schedule: Callable[[int, int, float], float] = learning_rate,
+        schedule: Callable[[int, int, float], float] = trapezoid,
     ):
-        self.model, self.first, self.steps, self.peak, self.schedule = model, first, steps, peak, schedule
-        self.done = first
-        adam = optimizers.AdamW(learning_rate=0.0, betas=[0.9, 0.99], weight_decay=0.05, bias_correction=True)
-        self.optimizer = MuonAndAdam(adam, is_matrix) if is_matrix else adam
+        self.model, self.steps, self.peak, self.schedule, self.done = model, steps, peak, schedule, 0
+        self.optimizer = optimizer or adam()
         self.streams = streams(count)
         self.gradient = nn.value_and_grad(model, loss)
 
@@ -96,8 +63,7 @@ class Trainer:
         shares = self.shares(*batch)
         gradients = tree_map(lambda *g: sum(g) / len(shares), *(g for _, g in shares))
         gradients, _ = optimizers.clip_grad_norm(gradients, GRADIENT_NORM)
-        restart = min(1.0, (index - self.first + 1) / RESTART_STEPS) if self.first else 1.0
-        self.optimizer.learning_rate = restart * self.schedule(index, self.steps, self.peak)
+        self.optimizer.learning_rate = self.schedule(index, self.steps, self.peak)
         self._update(index, gradients)
         mx.eval(self.model.parameters(), self.optimizer.state)
         return mx.stack([report for (_, report), _ in shares]).mean(axis=0)

@@ -18,7 +18,7 @@ from .batches import Batch, batches
 from .heads import Workshop
 from .loss import chain_loss
 from .measure import Acceptance, measure
-from .optimize import Trainer, trapezoid
+from .optimize import Trainer
 from .recording import Recording
 from .streams import STREAMS
 
@@ -78,11 +78,9 @@ def train(
     trainer = Trainer(
         workshop.trained,
         partial(chain_loss, **options),
-        first=0,
         steps=plan.steps,
         peak=plan.rate,
         count=math.gcd(plan.rows, STREAMS),
-        schedule=trapezoid,
     )
     state = _State(folder / STATE, plan, workshop, trainer)
     step, curve, best = state.load()

@@ -186,10 +186,9 @@ def test_training_is_seeded_and_learns(target, config):
         trainer = Trainer(
             net,
             lambda net, *arrays, known=known: block_network.loss(net, known, Anchors(*arrays)),
-            first=0,
             steps=6,
             peak=block.PEAK_LEARNING_RATE,
-            is_matrix=block._is_matrix,
+            optimizer=block.MuonAndAdam(),
         )
         for step in range(6):
             losses.append(block_network.loss(net, known, batch)[0].item())

@@ -93,7 +93,7 @@ def test_the_network_is_the_engines():
 
 def a_run(loss, steps: int = 2) -> tuple[list[list[float]], dict]:
     model = build(ModelArgs.from_dict(demo_config(64)), 0, DEPTHS)
-    trainer = Trainer(model, loss, first=0, steps=steps, peak=1e-3)
+    trainer = Trainer(model, loss, steps=steps, peak=1e-3)
     data = batches(itertools.cycle(range(60)), rows=2, slots=64)
     losses = [trainer.step(i, tokens).tolist() for i, tokens in enumerate(itertools.islice(data, steps))]
     return losses, checkpoint.hub_weights(model)
