@@ -114,6 +114,8 @@ def test_failures_are_in_words(page):
     }}))""")
     assert "connection is broken" in failed(page, "What does len do?")
     assert page.run("messages.map(each => each.content)") == ["What does len do?", "Return"]
+    page.run("draw()")  # as when the conversation is opened again
+    assert "(cut: The server does not answer" in page.run("document.querySelector('.figures').textContent")
     page.run("window.fetch = window.whole; find('clear').click(); setText('')")
 
 

@@ -117,6 +117,7 @@ async function answer(asked, control) {
   for (const call of message.calls ?? []) view.call(call);
   if (failed) view.add("error", failed);
   for (const line of [message.finish, message.figures]) if (line) view.add("figures", line);
+  if (failed) message.finish = `(cut: ${failed})`;  // replaces the error when the conversation is opened again
   view.end(seen ? actionsOf(message) : []);
   if (!seen) view.box.classList.add("unkept");  // the other boxes are those of the messages
   if (seen) await keep(asked);
