@@ -4,6 +4,7 @@ import contextlib
 import glob
 import json
 import math
+import os
 import re
 import struct
 import tempfile
@@ -234,6 +235,8 @@ def read_header(files: Iterable[Path]) -> Header:
     for file in files:
         if not file.is_file():  # opening a pipe would block
             raise ValueError(f"{file}: not a file")
+        if not os.access(file, os.R_OK):
+            raise ValueError(f"{file}: cannot be read (permission denied)")
         with one_line(f"{file}: truncated or damaged", (SafetensorError, OSError)):
             check_header(file)
             f = safe_open(file, "numpy")
