@@ -172,7 +172,9 @@ class Chat:
         view = MarkdownAnswer(session) if self.interactive and not unstyled() else PlainAnswer()
         responses = contextlib.closing(session.ask(text, progress, pictures))
         with StopOnInterrupt(session, progress.stopping), typing, progress, responses as answer, view:
+            progress.begin()  # the template and the tokens of a long conversation take time before the prefill
             for self._last in answer:
+                progress.end()
                 view.add(self._last.text)
         self._thinks = view.reasoning
 

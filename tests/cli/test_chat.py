@@ -340,6 +340,21 @@ def test_progress_fits_the_terminal_and_shows_a_stop(monkeypatch, columns, parts
         assert progress._bar is None
 
 
+def test_a_wait_before_the_prefill_is_shown_until_the_answer(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    with PromptProgress(shown=True, chunk=8) as waiting:
+        waiting.begin()
+        waiting._timer.join(10)
+        assert waiting._bar.live.is_started
+        waiting.end()
+        waiting.begin()
+        assert waiting._bar is None
+    printed = capsys.readouterr().err
+    assert "Reading" in printed
+    assert "0/0" not in printed  # the number of tokens is not known yet
+
+
 def test_stages_are_lines_without_a_terminal(capsys, monkeypatch):
     clock = iter([0.0, 1.0, 2.0, 7.5, 8.0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
