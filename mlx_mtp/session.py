@@ -279,9 +279,10 @@ class ChatSession:
         first, rest, total = prompt[reused:end], prompt[max(end, reused) :], len(prompt) - reused
         self._intact = True  # the check does not write to the caches
         if self.options.get("max_tokens") == -1 and self.positions and len(prompt) >= self.positions:
-            why = "one less than the maximum of the model or max_context; start a new conversation"
-            allowed = f"allowed are at most {self.positions - 1}, {why}"
-            raise ValueError(f"the conversation has {len(prompt)} tokens; {allowed}")
+            most = f"{self.positions - 1:,}, one less than the maximum of the model or max_context"
+            earlier = len(self.messages) > len(self._system)
+            remedy = "shorten the message" + (" or start a new conversation" if earlier else "")
+            raise ValueError(f"the conversation has {len(prompt):,} tokens; allowed are at most {most}; {remedy}")
         self._check_memory(total)
         self._intact = False
         options: dict[str, Any] = {**self.options, "pictures": pictures}

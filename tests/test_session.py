@@ -228,6 +228,15 @@ def test_refusing_template(model, template, message):
     assert session.messages == []
 
 
+def test_a_conversation_that_is_too_long_names_the_remedy(model):
+    session = make_session(model, max_tokens=-1, max_context=2000)
+    with pytest.raises(ValueError, match=r"has 2,.* tokens; allowed are at most 1,999, .*; shorten the message$"):
+        list(session.ask("a" * 2100))
+    session.messages = [{"role": "user", "content": "a" * 1990}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(ValueError, match=r"; shorten the message or start a new conversation$"):
+        list(session.ask("a" * 20))
+
+
 @pytest.mark.parametrize(("name", "value"), [("num_draft_tokens", 4), ("temp", -1), ("top_k", 999), ("kv_bits", 7)])
 def test_options_out_of_range(model, name, value):
     with pytest.raises(ValueError, match=f"{name}={value}"):

@@ -4,6 +4,7 @@ import contextlib
 import glob
 import json
 import math
+import os
 import re
 import struct
 import tempfile
@@ -18,7 +19,12 @@ from typing import Any
 
 import mlx.core as mx
 from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+)
 from mlx_lm import utils as mlx_lm_utils
 from safetensors import SafetensorError, safe_open
 
@@ -142,6 +148,8 @@ def _cause(name: str | Path, e: Exception, otherwise: str) -> str:
     if cause is not e or type(cause).__module__.partition(".")[0] in TRANSPORTS:
         state = "the hub fails" if isinstance(cause, HfHubHTTPError) else "offline"
         return f"{name}: no such directory, {copy}, and {state} ({why}): connect and try again"
+    if isinstance(e, HFValidationError):
+        return f"{name}: no such directory, and not a name on the hub, as in zai-org/GLM-4.7-Flash"
     if isinstance(e, OSError) and not isinstance(e, HfHubHTTPError):
         return f"{name}: no such directory, and it cannot be downloaded: {why}"
     return f"{name}: no such directory, and {otherwise}: {why}"
@@ -227,6 +235,8 @@ def read_header(files: Iterable[Path]) -> Header:
     for file in files:
         if not file.is_file():  # opening a pipe would block
             raise ValueError(f"{file}: not a file")
+        if not os.access(file, os.R_OK):
+            raise ValueError(f"{file}: cannot be read (permission denied)")
         with one_line(f"{file}: truncated or damaged", (SafetensorError, OSError)):
             check_header(file)
             f = safe_open(file, "numpy")

@@ -29,6 +29,8 @@ from .together import as_rank, check_command, error_line, follows
 from .tune_heads import tune_heads
 from .verify_lossless import verify_lossless
 
+CLICK_TYPE = re.compile(r"a valid (float|integer)(?: range)?(?=\.?$)")  # in "'x' is not a valid float range."
+
 
 class OneLine(click.Group):
     """A group of commands whose errors are one line on stderr, without usage or traceback.
@@ -56,7 +58,7 @@ class OneLine(click.Group):
             super().main(*args, **{**options, "standalone_mode": False})
             sys.stdout.flush()
         except click.ClickException as e:
-            _fail(e.format_message(), e.exit_code)
+            _fail(CLICK_TYPE.sub(_noun, e.format_message()), e.exit_code)
         except (click.Abort, KeyboardInterrupt):
             sys.exit(130)
         except BrokenPipeError:
@@ -76,6 +78,10 @@ class OneLine(click.Group):
             return super().invoke(ctx)
         except BrokenPipeError:
             sys.exit(_discard_output())  # click itself would exit with 1
+
+
+def _noun(kind: re.Match[str]) -> str:
+    return "a number" if kind[1] == "float" else "an integer"
 
 
 def _unraisable(raised: Any) -> None:

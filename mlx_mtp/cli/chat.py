@@ -1,5 +1,6 @@
 """Define `mlx-mtp chat` and its flags; `conversation.py` has the conversation itself."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import click
@@ -7,6 +8,7 @@ import click
 from ..machine.paths import expanded
 from . import options
 from .advice import advised_and_not_given
+from .terminal import MessageReader, hidden_typing, is_interactive
 
 
 @click.command(context_settings={"default_map": {"seed": 0}})
@@ -21,13 +23,13 @@ from .advice import advised_and_not_given
 def chat(**flags: Any) -> None:
     """Chat with a model. /help lists the commands; q, r and h work as in mlx_lm.chat."""
     options.continues_cache(flags)
-    model, tokenizer = options.load_model(flags)
+    with hidden_typing() if is_interactive() else nullcontext():  # what is typed during the load is for the prompt
+        model, tokenizer = options.load_model(flags)
     from ..serve.frames import add_reasoning_marks
     from ..session import ChatSession
     from .chat_commands import completions, execute
     from .chat_settings import PENALTIES, apply_penalties
     from .conversation import Chat
-    from .terminal import MessageReader, is_interactive
 
     advised = advised_and_not_given(flags)
     flags |= advised

@@ -155,7 +155,8 @@ def _file(chat: Chat, name: str) -> str:
         raise ValueError(f"/file {printable(name)}: not supported on several ranks: not all of them have the file")
     file = named_file(name, "/file")
     if file.exists() and not file.is_file():
-        raise ValueError(f"{printable(str(file))}: not a regular file")
+        kind = "a directory" if file.is_dir() else "not a regular file"
+        raise ValueError(f"{printable(str(file))}: is {kind}; name a text file")
     if (size := file.stat().st_size) > LARGEST_FILE:
         raise ValueError(f"{printable(str(file))}: {size:,} bytes; at most {LARGEST_FILE:,} are allowed")
     try:

@@ -105,9 +105,9 @@ class Chat:
                 click.echo(printed if name == "/help" else wrapped(printed))
         except OSError as e:
             reason = (e.strerror or str(e)).lower()
-            click.echo("error: " + printable(f"{e.filename}: {reason}" if e.filename else reason), err=True)
+            _print_error(f"{e.filename}: {reason}" if e.filename else reason)
         except (ValueError, RuntimeError) as e:
-            click.echo("error: " + printable(first_line(e)), err=True)
+            _print_error(first_line(e))
 
     def with_files(self, text: str, files: list[File]) -> str:
         """Return a message's text: the files, each in a code block under its name, then `text`. Sets `sent`."""
@@ -152,11 +152,11 @@ class Chat:
         except (ValueError, RuntimeError, MemoryError) as e:
             if self.ranks:  # other ranks may still be running
                 raise
-            trouble = "error: " + first_line(e)
+            trouble = first_line(e)
         last = self._last
         stopped = not trouble and (last is None or last.finish_reason is None)
         if trouble:
-            click.echo(trouble, err=True)
+            _print_error(trouble)
         elif stopped:
             self._note("(stopped)" if last else "(stopped; the message is left out of the conversation)")
         if last:
@@ -172,7 +172,9 @@ class Chat:
         view = MarkdownAnswer(session) if self.interactive and not unstyled() else PlainAnswer()
         responses = contextlib.closing(session.ask(text, progress, pictures))
         with StopOnInterrupt(session, progress.stopping), typing, progress, responses as answer, view:
+            progress.begin()  # the template and the tokens of a long conversation take time before the prefill
             for self._last in answer:
+                progress.end()
                 view.add(self._last.text)
         self._thinks = view.reasoning
 
@@ -198,3 +200,8 @@ class Chat:
         """Print a notice on stderr unless --quiet is given."""
         if not self.quiet:
             faint(text, err=True)
+
+
+def _print_error(problem: str) -> None:
+    """Print why a command or an answer failed on stderr, wrapped at words in a terminal."""
+    click.echo(wrapped(f"error: {printable(problem)}"), err=True)

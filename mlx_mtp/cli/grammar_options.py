@@ -4,6 +4,7 @@ from typing import Any
 
 import click
 
+from ..machine.errors import first_line
 from .given_file import GivenFile
 
 FLAGS = {"json_schema": "--json-schema", "json": "--json", "regex": "--regex", "grammar": "--grammar"}
@@ -43,6 +44,11 @@ def grammar_of(flags: dict[str, Any]) -> Any:
         return grammar.regex(value)
     try:
         text = value.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise click.UsageError(f"{FLAGS[name]} {value}: cannot be read ({type(e).__name__})") from None
-    return grammar.json_schema(text) if name == "json_schema" else grammar.lark(text)
+    except UnicodeDecodeError:
+        raise click.UsageError(f"{FLAGS[name]} {value}: not a text file in UTF-8") from None
+    except OSError as e:
+        raise click.UsageError(f"{FLAGS[name]} {value}: cannot be read ({first_line(e)})") from None
+    try:
+        return grammar.json_schema(text) if name == "json_schema" else grammar.lark(text)
+    except ValueError as e:
+        raise ValueError(f"{FLAGS[name]} {value}: {first_line(e).removeprefix('json_schema: ')}") from e

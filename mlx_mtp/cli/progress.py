@@ -111,13 +111,17 @@ class PromptProgress(contextlib.AbstractContextManager):
         self._timer: threading.Timer | None = None
         self._chunk, self._lock = chunk, threading.Lock()
         if self._bar:
-            self._bar.add_task("Reading", total=0)
+            self._bar.add_task("Reading", total=None)
 
     def __call__(self, done: int, total: int) -> None:
         """Report the number of prefilled tokens and the total; the bar ends when they are equal."""
         if done == total:
-            return self._end()
+            return self.end()
         self._update(show=total > self._chunk, completed=done, total=total)
+        self.begin()
+
+    def begin(self) -> None:
+        """Show the bar after PATIENCE seconds, also if nothing is reported until then, unless `end` is called."""
         if self._bar and not self._timer:
             self._timer = threading.Timer(PATIENCE, self._update, kwargs={"show": True})
             self._timer.daemon = True
@@ -128,7 +132,7 @@ class PromptProgress(contextlib.AbstractContextManager):
         self._update(show=True, description="(stopping)")
 
     def __exit__(self, *_: Any) -> None:
-        self._end()
+        self.end()
 
     def _update(self, *, show: bool, **changes: Any) -> None:
         with self._lock:
@@ -137,8 +141,8 @@ class PromptProgress(contextlib.AbstractContextManager):
                 if show:
                     self._bar.start()
 
-    def _end(self) -> None:
-        """Remove the bar."""
+    def end(self) -> None:
+        """Remove the bar for good."""
         with self._lock:
             if self._timer:
                 self._timer.cancel()

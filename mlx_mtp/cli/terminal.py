@@ -127,7 +127,7 @@ class MessageReader:
 
 @contextlib.contextmanager
 def hidden_typing() -> Iterator[None]:
-    """Keep keys pressed during an answer for the next prompt instead of echoing them.
+    """Keep keys pressed during an answer or a load for the next prompt instead of echoing them.
 
     The terminal marks pasted text if it can, so that the next prompt reads it as one message.
     """

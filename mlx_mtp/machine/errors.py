@@ -40,8 +40,9 @@ def without_directories(text: str, *known: Path) -> str:
     """
     text = QUOTED.sub(r"\1", text)
     for directory in (*known, Path(expanduser("~")), Path.cwd(), Path(gettempdir())):
-        if directory.is_absolute() and directory != Path("/"):
-            text = re.sub(re.escape(f"{directory}/") + BELOW, "", text)
+        if directory not in (Path("/"), Path(".")):
+            begins = "" if directory.is_absolute() else r"(?<![\w./-])"  # not the end of another path
+            text = re.sub(f"{begins}{re.escape(str(directory))}/{BELOW}", "", text)
     return DIRECTORIES.sub("", text)
 
 

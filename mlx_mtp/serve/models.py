@@ -12,8 +12,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..checkpoint.load import UNTRUSTED
 from ..machine import memory
-from ..machine.errors import with_type, without_directories
+from ..machine.errors import first_line, with_type, without_directories
 from ..machine.memory import in_gb
 from ..machine.progress import watcher
 from ..machine.stream import in_turn
@@ -26,6 +27,7 @@ from .limits import Limits, QueueFull
 from .slot import Ready, Slot, Ticket
 
 log = logging.getLogger("mlx_mtp.serve")
+NOT_RUN = "it is code of the checkpoint, which this server does not run"
 
 
 @dataclass
@@ -330,10 +332,11 @@ class Models:
             with in_turn():
                 found: Ready | Failed = self.load(slot.offer)
         except BaseException as e:
+            reason = first_line(e) if isinstance(e, ValueError) else with_type(e)
             with dropped("an error has no text"):
-                reason = f"{slot.offer.name} was not loaded: {with_type(e)}"
-                log.error("%s", printable(reason), exc_info=None if isinstance(e, ValueError) else e)
-            reason = without_directories(with_type(e), slot.offer.path.parent)
+                line = printable(f"{slot.offer.name} was not loaded: {reason}")
+                log.error("%s", line, exc_info=None if isinstance(e, ValueError) else e)
+            reason = without_directories(reason.replace(UNTRUSTED, NOT_RUN), slot.offer.path.parent)
             found = Failed(503, f"model={slot.offer.name!r} cannot be loaded: {reason}")
         self._loaded.append((slot, found))
         self.signal.set()

@@ -44,7 +44,8 @@ def entries_of(body: dict[str, Any], name: str, side_of: Callable[[Any], str]) -
     side_of: returns one of the constants above for an entry. Lone surrogates in an earlier entry become "?". Raises
     Refused for a value that is no list, and for lone surrogates in the newest message of the user.
     """
-    given = field_of(body, name, "a list of objects", lambda v: isinstance(v, list)) or []
+    allowed = "a text or a list of objects" if name == "input" else "a list of objects"
+    given = field_of(body, name, allowed, lambda v: isinstance(v, list)) or []
     newest = newest_of([side_of(each) for each in given])
     places = [Place(f"{name}[{i}]", i == newest) for i in range(len(given))]
     return [(_encodable(each, place), place) for each, place in zip(given, places, strict=True)]

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -212,8 +213,9 @@ def listening(host: str, port: int) -> list[socket.socket]:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         return [socket.create_server(address[:2], family=family) for family, _, _, _, address in found]
     except OSError as e:
-        reason = (e.strerror or str(e)).partition(" (while")[0]  # Python repeats the address
-        raise OSError(f"{host}:{port}: {reason}") from None
+        reason = (e.strerror or str(e)).partition(" (while")[0].lower()  # Python repeats the address
+        other = "; --port N listens on another port" if e.errno == errno.EADDRINUSE else ""
+        raise OSError(f"{host}:{port}: {reason}{other}") from None
 
 
 def shared(loaded: Loaded, settings: Settings) -> Served:

@@ -79,12 +79,17 @@ class Controller:
             if hope.rate < 1 and hope.risk <= spare and costs.retry_at.get(kind, 0.0) <= costs.elapsed:
                 best = hope
                 costs.retry_at[kind] = costs.elapsed + (hope.risk + 1 - hope.tokens) / EARNED
-            lost = f"lost {ALLOWANCE - costs.budget:.1f} plain steps" if hope.risk > spare else ""
-            self.paused = "" if best is not plain else str(hope) if hope.rate < 1 else lost
+            risky = self._why_risky(hope) if hope.risk > spare else ""
+            self.paused = "" if best is not plain else str(hope) if hope.rate < 1 else risky
             best = self._retried(best, choices, spare)
         costs.plain_first = max(0, costs.plain_first - 1)
         self._risk, self._kind = best.risk, best.plan.kind(matched)
         return best.plan
+
+    def _why_risky(self, hope: Choice) -> str:
+        """Return why a choice is not taken that may lose more plain steps than the budget."""
+        lost = ALLOWANCE - self.costs.budget
+        return f"lost {lost:.1f} plain steps" if lost >= 0.05 else f"may lose {hope.risk:.1f} plain steps in a cycle"
 
     def redraft(self, planned: Plan, forced: Sequence[int]) -> Plan:
         """Return `planned`, the plan of the next cycle, or one that verifies drafts that grammars force.

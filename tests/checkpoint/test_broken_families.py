@@ -1,6 +1,7 @@
 """Break checkpoints of every family: one line names the file, the tensor, what was found and expected."""
 
 import json
+import os
 import re
 import warnings
 
@@ -165,6 +166,13 @@ def test_more_or_fewer_heads_than_declared(broken):
         expected = f"tensors of {found} MTP heads found, config.json declares {declared}"
         messages = [str(w.message) for w in caught if "agrees with the target" not in str(w.message)]
         assert messages == ([f"{broken.path}: {expected}"] if declared else [])
+
+
+@in_families(1)
+def test_a_file_without_permission_is_not_called_damaged(broken, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda file, mode: file.name != "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.safetensors: cannot be read \(permission denied\)$"):
+        mlx_mtp.load_model(broken.path)
 
 
 @in_families(2)

@@ -245,6 +245,16 @@ def test_in_a_terminal(terminal):
     assert "\x1b[6n" not in terminal.text  # a terminal without a reply would show a warning
 
 
+def test_errors_are_wrapped_at_words(terminal):
+    termios.tcsetwinsize(terminal.screen, (24, 60))
+    terminal.wait_for(READY, terminal.wait_for("error: ", terminal.type("/set wrong 1\r")))
+    printed = terminal.text[terminal.text.index("error: ") :]
+    assert all(len(line) <= 60 for line in printed.partition("and a value")[0].splitlines())
+    assert "presence_penalty" in printed
+    assert printed.count("\n") >= 4
+    termios.tcsetwinsize(terminal.screen, (0, 0))
+
+
 def test_keys_of_the_editor(terminal):
     began = terminal.type("\x1b[200~\tif\x1b[201~")
     terminal.wait_for("if", began)
@@ -294,9 +304,13 @@ def test_terminated_processes_restore_the_terminal(terminal, keys):
 
 @pytest.mark.parametrize("env", sampled([{"TERM": "dumb"}], [{"TERM": "dumb"}, {"NO_COLOR": "1"}]), ids=str)
 def test_plain_terminals(env):
+    """Also, a message typed during the load is not shown there, and is answered after it."""
     terminal = Terminal("-m", "5", **env)
-    terminal.wait_for(">", terminal.wait_for("/help"))
-    terminal.wait_for(">", terminal.wait_for("GB", terminal.type(QUESTIONS[0] + "\r")))
+    terminal.wait_for("No --model given")
+    terminal.type(QUESTIONS[0] + "\r")
+    loaded = terminal.wait_for("/help")
+    assert QUESTIONS[0] not in terminal.text[:loaded]
+    terminal.wait_for(">", terminal.wait_for("GB", terminal.wait_for(">", loaded)))
     terminal.type("\x04")
     if "TERM" in env:
         assert "\x1b" not in terminal.text
@@ -324,6 +338,21 @@ def test_progress_fits_the_terminal_and_shows_a_stop(monkeypatch, columns, parts
         assert progress._bar.tasks[0].description == "(stopping)"
         progress(100, 100)
         assert progress._bar is None
+
+
+def test_a_wait_before_the_prefill_is_shown_until_the_answer(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    with PromptProgress(shown=True, chunk=8) as waiting:
+        waiting.begin()
+        waiting._timer.join(10)
+        assert waiting._bar.live.is_started
+        waiting.end()
+        waiting.begin()
+        assert waiting._bar is None
+    printed = capsys.readouterr().err
+    assert "Reading" in printed
+    assert "0/0" not in printed  # the number of tokens is not known yet
 
 
 def test_stages_are_lines_without_a_terminal(capsys, monkeypatch):

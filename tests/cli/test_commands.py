@@ -69,7 +69,8 @@ def test_quantized_and_limited_caches():
         (["--num-draft-tokens", 9], "'--num-draft-tokens': num_draft_tokens=9: allowed is 0 to 3"),
         (["--num-draft-tokens", -1], "'--num-draft-tokens': -1"),
         (["--num-draft-tokens", 2, "--no-mtp"], "--no-mtp"),
-        (["--temp", "warm"], "'--temp'"),
+        (["--temp", "warm"], "'--temp': 'warm' is not a number."),
+        (["--top-k", "1.5"], "'--top-k': '1.5' is not an integer."),
         (["--top-k", 100000], "top_k=100000: allowed is 0"),
         (["--top-p", 1.5], "'--top-p'"),
         (["--max-tokens", 0], "0: allowed is 1 or more"),
@@ -96,9 +97,21 @@ def test_mistakes_are_one_line_and_exit_code_2(args, message):
 
 
 @pytest.mark.parametrize(
+    ("contents", "code", "message"), [(b"\xff\xfe", 2, "not a text file in UTF-8"), (b"x", 1, "not JSON (Expecting")]
+)
+def test_errors_of_a_schema_name_its_file(tmp_path, contents, code, message):
+    file = tmp_path / "schema.json"
+    file.write_bytes(contents)
+    assert f"--json-schema {file}: {message}" in one_line_error(call("generate", "--json-schema", file), code)
+
+
+@pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--model", "/no/such/directory"], "/no/such/directory"),
+        (
+            ["--model", "/no/such/directory"],
+            "/no/such/directory: no such directory, and not a name on the hub",
+        ),
         (["--model", "some-org/some-model"], "some-org/some-model: no such directory, no whole copy in the"),
         (["--model", "some-org/some-model"], "and offline: unset HF_HUB_OFFLINE to download it"),
         (["--prompt-cache-file", __file__], "not a prompt cache"),

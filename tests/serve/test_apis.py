@@ -247,6 +247,7 @@ LONG = [{"role": "user", "content": "hello " * 2100}]
         (RESPONSES, {"input": "x", "previous_response_id": "r"}, "previous_response_id"),
         (RESPONSES, {"input": "x", "text": ["format"]}, "text"),
         (RESPONSES, {"input": [{"role": "user", "content": 5}]}, "input[0].content"),
+        (RESPONSES, {"input": 7}, "input=7: allowed is a text or a list of objects"),
         (RESPONSES, {"input": "x", "metadata": {"note": "\ud800"}}, "Unicode"),
         (RESPONSES, {"input": "x", "metadata": {"note": 1e999}}, "metadata"),
         (RESPONSES, {"input": "x", "tools": [{"type": "function", "name": "f", "parameters": "\ud800"}]}, "tools"),

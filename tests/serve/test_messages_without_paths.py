@@ -35,6 +35,13 @@ def test_failures_name_no_directory(name):
         assert any(word in text for word in ("config", "x", "model", "qwen", "tokenizer", "weights"))
 
 
+@pytest.mark.parametrize("folder", ["models", "./a b/models", "../models"])
+def test_a_folder_given_without_its_root_is_not_named(folder):
+    offer = Offer("qwen", Path(folder) / "qwen", problem=f"{Path(folder) / 'qwen' / 'config.json'}: no model_type")
+    assert offer.shown_problem == "config.json: no model_type"
+    assert without_directories("other/models/qwen: x", Path("models")) == "other/models/qwen: x"
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -11,6 +11,7 @@ import pytest
 from model_world import SIZE, World
 from sweep import sampled
 
+from mlx_mtp.checkpoint.load import UNTRUSTED
 from mlx_mtp.serve.catalog import Offer
 from mlx_mtp.serve.fields import Refused
 from mlx_mtp.serve.job import DecodeRequest, Job
@@ -183,11 +184,18 @@ def test_failed_loads_fail_the_requests_that_wait_and_the_next_one_tries_again(w
     world.fails = {"a": ValueError("damaged\nmore"), "b": RuntimeError("broken")}
     answers = run(gather(ask(models, "a"), ask(models, "a"), ask(models, "b"), ask(models, "b")))
     assert [error.status for error in answers] == [503] * 4
-    assert str(answers[0]) == "model='a' cannot be loaded: ValueError: damaged"
+    assert str(answers[0]) == "model='a' cannot be loaded: damaged"
     assert models.slots["a"].error == str(answers[0])
     assert {slot.state for slot in models.slots.values()} == {"unloaded"}
     assert run(ask(models, "a")) == "a"
     assert models.slots["a"].error == ""
+
+
+def test_a_tokenizer_of_code_names_no_option_to_clients(world):
+    models = world.models("a")
+    world.fails = {"a": ValueError(f"a: no usable tokenizer ({UNTRUSTED})")}
+    (error,) = run(gather(ask(models, "a")))
+    assert str(error).endswith("(it is code of the checkpoint, which this server does not run)")
 
 
 def test_a_failed_load_leaves_no_memory_in_use(world):

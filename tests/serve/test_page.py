@@ -88,6 +88,64 @@ def test_stop_and_errors(page):
     assert page.run("talk.childElementCount + messages.length") == 0
 
 
+def failed(page, text):
+    """Send a message that fails, and return the error that the page shows."""
+    page.run("setText('')")
+    send(page, text)
+    page.wait("document.querySelector('.error') && find('stop').hidden")
+    assert page.run("document.querySelectorAll('.error').length") == 1  # earlier ones have been removed
+    return page.run("document.querySelector('.error').textContent")
+
+
+def test_failures_are_in_words(page):
+    page.run("find('clear').click()")
+    for key, words in (("wrong", "key is wrong"), ("schlüssel ключ", "key is wrong"), ("", "needs an API key")):
+        page.run(f"find('notice').textContent = ''; key.value = {key!r}; key.dispatchEvent(new Event('change'))")
+        page.wait(f"find('notice').textContent.includes({words!r})")
+        assert words in failed(page, "What does len do?")
+    page.run("key.value = 'secret'; key.dispatchEvent(new Event('change'))")
+    page.wait("find('notice').textContent === ''")
+    page.run("window.whole = fetch; window.fetch = async () => { throw new TypeError('Failed to fetch'); }")
+    assert "The server does not answer" in failed(page, "What does len do?")
+    begun = 'data: {"choices": [{"delta": {"content": "Return"}}]}\n'
+    page.run(f"""window.fetch = async () => new Response(new ReadableStream({{
+      pull: stream => window.cut ? stream.error(new TypeError("network error"))
+        : (window.cut = true, stream.enqueue(new TextEncoder().encode({begun!r}))),
+    }}))""")
+    assert "connection is broken" in failed(page, "What does len do?")
+    assert page.run("messages.map(each => each.content)") == ["What does len do?", "Return"]
+    page.run("draw()")  # as when the conversation is opened again
+    assert "(cut: The server does not answer" in page.run("document.querySelector('.figures').textContent")
+    page.run("window.fetch = window.whole; find('clear').click(); setText('')")
+
+
+@pytest.mark.parametrize(
+    ("refusal", "words"),
+    [
+        (
+            "messages[4].content[2]: picture 7: the PNG data are damaged",
+            "Picture 3 of this message: the PNG data are damaged",
+        ),
+        ("messages[4].content: is empty", "is empty"),
+        ("messages[0]: role 'x'", "role 'x'"),
+        ("prompt is too long: 9 tokens > 8 maximum", "prompt is too long: 9 tokens > 8 maximum"),
+    ],
+)
+def test_a_refusal_names_no_place_of_the_request(page, refusal, words):
+    assert page.run(f"inWords({refusal!r})") == words
+
+
+def test_a_message_is_edited_in_its_own_box_after_an_error(page):
+    page.run("find('clear').click()")
+    failed(page, "hello " * 2500)
+    page.run("setText('')")
+    ask(page, "What does len do?")
+    failed(page, "hello " * 2500)
+    page.run("document.querySelectorAll('.user .actions button')[0].click()")
+    assert page.run("document.querySelector('.edit').closest('article').className") == "user"
+    page.run("find('clear').click(); setText('')")
+
+
 def number_kept(page):
     """Return the number of conversations in the page's database; writes that began before have ended."""
     return page.run("allConversations().then(all => all.length)")

@@ -137,23 +137,29 @@ def test_other_files_are_named_and_not_added(page):
     page.run("sees = true")
 
 
-def test_a_conversation_has_at_most_20_pictures(page):
-    """A request has all pictures of its conversation, and the server refuses more."""
-    page.run("find('clear').click(); setPictures(Array(18).fill('data:image/png;base64,AAAA'))")
-    page.run("messages = [{role: 'user', content: '', pictures: ['data:image/png;base64,AAAA']}]")
+def test_a_message_has_at_most_20_pictures(page):
+    """The server refuses more in the newest message; of earlier messages' it leaves out the oldest."""
+    page.run("find('clear').click(); setPictures(Array(19).fill('data:image/png;base64,AAAA'))")
+    page.run("messages = [{role: 'user', content: '', pictures: Array(9).fill('data:image/png;base64,AAAA')}]")
     paste(page, files_of(1, 2, 3))
     page.wait("find('notice').textContent")
     assert page.run("[pictures.length, find('notice').textContent]") == [
-        19,
-        "2.png, 3.png were not added: a conversation has at most 20 pictures.",
+        20,
+        "2.png, 3.png were not added: a message has at most 20 pictures.",
     ]
     page.run("setPictures([]); find('clear').click()")
 
 
 def test_a_refused_picture_returns_to_the_box(page):
     page.run("find('clear').click()")
-    page.run("setPictures(['data:image/png;base64,AAAA']); text.value = 'What?'; find('form').requestSubmit()")
-    page.wait("document.querySelector('.error')")
-    assert "picture 1" in page.run("document.querySelector('.error').textContent")
-    assert page.run("[messages.length, text.value, pictures.length]") == [0, "What?", 1]
+    for i in range(40):  # more than fits
+        page.run(f"showMessage({{role: 'assistant', content: 'earlier {i}'}}, [])")
+    page.run("setPictures(Array(15).fill('data:image/png;base64,AAAA')); text.value = 'What?'")
+    page.run("find('form').requestSubmit()")
+    page.wait("document.querySelector('.error') && find('stop').hidden && pictures.length")
+    words = page.run("document.querySelector('.error').textContent")
+    assert words == "Picture 1 of this message: the data are not a PNG, JPEG, WEBP or GIF picture"
+    assert page.run("[messages.length, text.value, pictures.length]") == [0, "What?", 15]
+    shown = "document.querySelector('.error').getBoundingClientRect().bottom <= talk.getBoundingClientRect().bottom"
+    page.wait(shown)  # not below the pictures that have returned
     page.run("setPictures([])")

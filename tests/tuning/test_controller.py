@@ -13,6 +13,7 @@ from sweep import sampled, sweep
 
 from mlx_mtp.tuning.controller import Controller
 from mlx_mtp.tuning.cost_file import from_json, to_json
+from mlx_mtp.tuning.costs import ALLOWANCE
 from mlx_mtp.tuning.plan import PLAIN, Cycle, Fixed, Plan, ladder
 
 
@@ -320,6 +321,14 @@ def test_paused_has_the_reason():
     drafting = Controller(max_drafts=3)
     replay(machine("OpenBLAS", noise=0.0), text(trace("good", 100), 1), drafting, 100, 1)
     assert not drafting.paused
+
+
+def test_paused_names_only_losses_that_have_happened():
+    for budget, reason in ((ALLOWANCE, r"may lose \d\.\d plain steps in a cycle"), (1.8, "lost 1.2 plain steps")):
+        seen = Controller(max_drafts=3)
+        seen.costs.plain_first, seen.costs.budget, seen._risk = 0, budget, budget  # the cycle before may lose it all
+        assert not seen.plan().k
+        assert re.fullmatch(reason, seen.paused)
 
 
 def test_paused_has_no_reason_for_a_cycle_that_cannot_draft_measures_or_drafts():

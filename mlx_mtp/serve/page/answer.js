@@ -7,8 +7,37 @@ const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty",
 
 const headers = () => ({"content-type": "application/json", ...(key.value ? {authorization: "Bearer " + key.value} : {})});
 
-/** An error of a request that the server has refused before it answered. */
-class RefusedError extends Error {}
+const UNREACHABLE = "The server does not answer: it has ended, or the connection is broken.";
+
+/** Throw the error of an aborted request unchanged, any other failure of the connection in words. */
+function unreachable(error) { throw error.name === "AbortError" ? error : new Error(UNREACHABLE); }
+
+/** Send a request with the key and return the response; throw an Error in words if none arrives. */
+function request(path, options = {}) {
+  if (/[^ -~]/.test(key.value)) return Promise.resolve(new Response(null, {status: 401}));  // no header can hold it
+  return fetch(base + path, {...options, headers: headers()}).catch(unreachable);
+}
+
+/** Show the field of the key, and return why the server has refused a request with status 401. */
+function keyProblem() {
+  key.hidden = false;
+  return key.value ? "The API key is wrong. Correct it at the top of the page." : "This server needs an API key. Enter it at the top of the page.";
+}
+
+/** Return a refusal of the server in words: it counts messages and their parts, a reader the pictures of a message. */
+function inWords(refusal) {
+  const part = /^messages\[\d+\](?:\.content)?(?:\[(\d+)\])?: (?:picture \d+: )?/.exec(refusal);
+  if (!part) return refusal;
+  const rest = refusal.slice(part[0].length);
+  return part[0].includes("picture") && part[1] ? `Picture ${Number(part[1]) + 1} of this message: ${rest}` : rest;
+}
+
+/** Return why the server has refused a request, from its response. */
+async function refusalOf(response) {
+  if (response.status === 401) return keyProblem();
+  const found = await response.json().catch(() => ({}));
+  return found.error ? inWords(found.error.message) : `The server answers with status ${response.status}.`;
+}
 
 /** Return a message's content as parts: its pictures, then its text. */
 function partsOf(content, pictures) {
@@ -30,19 +59,18 @@ function bodyOf({messages, settings}) {
 async function* events(response) {
   const decoder = new TextDecoder();
   let rest = "";
-  for (let reader = response.body.getReader(), piece; !(piece = await reader.read()).done;) {
+  for (let reader = response.body.getReader(), piece; !(piece = await reader.read().catch(unreachable)).done;) {
     const lines = (rest + decoder.decode(piece.value, {stream: true})).split("\n");
     rest = lines.pop();
     for (const line of lines) if (line.startsWith("data: ") && line !== "data: [DONE]") yield JSON.parse(line.slice(6));
   }
 }
 
-/** Yield the events of an answer; throw RefusedError if the server refuses the request, Error if the answer fails. */
+/** Yield the events of an answer; throw an Error in words if the server refuses the request or the answer fails. */
 async function* answerEvents(body, signal) {
   const loaded = watchLoad();
-  const response = await fetch(base + "/v1/chat/completions", {method: "POST", headers: headers(), body: JSON.stringify(body), signal}).finally(loaded);
-  if (response.status === 401) key.hidden = false;
-  if (!response.ok) throw new RefusedError((await response.json().catch(() => ({}))).error?.message ?? `The server answers ${response.status}.`);
+  const response = await request("/v1/chat/completions", {method: "POST", body: JSON.stringify(body), signal}).finally(loaded);
+  if (!response.ok) throw new Error(await refusalOf(response));
   for await (const event of events(response)) {
     if (event.error) throw new Error(event.error.message);
     yield event;
@@ -85,7 +113,7 @@ const modelOf = settings => served.find(model => model.id === settings.model) ??
 function watchLoad() {
   if (served.length < 2) return () => {};
   const timer = setInterval(async () => {
-    const health = await fetch(base + "/health", {headers: headers()}).then(response => response.json()).catch(() => ({}));
+    const health = await request("/health").then(response => response.json()).catch(() => ({}));
     if (!ended && health.loading) find("notice").textContent = loadText(health.loading);
   }, 500);
   let ended = false;

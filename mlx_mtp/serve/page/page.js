@@ -84,6 +84,7 @@ async function ask(question, shown = []) {
   view.box.remove();
   if (!text.value) setText(question);
   if (!pictures.length) setPictures(shown);
+  talk.scrollTop = talk.scrollHeight;  // the pictures above the box now cover the error
   await (asked.messages.length ? keep(asked) : forget(asked.id));
   await list();
   return false;
@@ -116,7 +117,9 @@ async function answer(asked, control) {
   for (const call of message.calls ?? []) view.call(call);
   if (failed) view.add("error", failed);
   for (const line of [message.finish, message.figures]) if (line) view.add("figures", line);
+  if (failed) message.finish = `(cut: ${failed})`;  // replaces the error when the conversation is opened again
   view.end(seen ? actionsOf(message) : []);
+  if (!seen) view.box.classList.add("unkept");  // the other boxes are those of the messages
   if (seen) await keep(asked);
   return seen;
 }
@@ -139,8 +142,9 @@ function progress({total, processed}) {
   find("notice").textContent = processed < total ? `Reading the prompt: ${processed.toLocaleString()} of ${total.toLocaleString()} tokens` : "";
 }
 
-/** Show that an answer is awaited; return what aborts it. */
+/** Show that an answer is awaited, and remove what is shown of failed ones; return what aborts it. */
 function busy() {
+  for (const box of talk.querySelectorAll(".unkept")) box.remove();
   stopping = new AbortController();
   find("send").hidden = true;
   find("stop").hidden = false;
@@ -167,7 +171,7 @@ function partial(asked, message, seen) {
 /** Replace a question and everything behind it. */
 function edit(message) {
   if (!find("stop").hidden) return;
-  const at = messages.indexOf(message), box = talk.children[at], area = element("textarea", "edit");
+  const at = messages.indexOf(message), box = talk.querySelectorAll("article:not(.unkept)")[at], area = element("textarea", "edit");
   area.value = message.content;
   area.rows = Math.min(12, message.content.split("\n").length + 1);
   area.setAttribute("aria-label", "Edit the message");
@@ -293,12 +297,15 @@ find("open-side").addEventListener("click", () => {
 find("close-side").addEventListener("click", () => { closeSide(); find("open-side").focus(); });
 
 async function greet() {
-  const response = await fetch(base + "/v1/models", {headers: headers()}).catch(() => null);
-  if (response && response.status === 401) key.hidden = false;
-  if (response && response.ok) {
+  const response = await request("/v1/models").catch(() => null);
+  if (response?.ok) {
     showModels((await response.json()).data);
     showChoice();
-  } else if (!response || response.status === 503) setTimeout(greet, 1000);
+    find("notice").textContent = "";
+    return;
+  }
+  find("notice").textContent = response ? await refusalOf(response) : UNREACHABLE;
+  if (!response || response.status === 503) setTimeout(greet, 1000);
 }
 key.addEventListener("change", greet);
 

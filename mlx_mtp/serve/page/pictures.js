@@ -19,17 +19,12 @@ async function readFile(file) {
   return probe.decode().then(() => url, () => "");
 }
 
-/** Return the number of pictures in the conversation, those of the next message included. */
-function countPictures() {
-  return messages.reduce((count, message) => count + (message.pictures?.length ?? 0), pictures.length);
-}
-
 /** Return why a file is not added, "" if it can be. */
 function refusal(file) {
   if (!sees) return "this model reads text only";
   if (!KINDS.includes(file.type)) return "allowed are PNG, JPEG, WEBP and GIF";
   if (file.size > MOST_BYTES) return "allowed are 20 MB";
-  return countPictures() < MOST_PICTURES ? "" : `a conversation has at most ${MOST_PICTURES} pictures`;
+  return pictures.length < MOST_PICTURES ? "" : `a message has at most ${MOST_PICTURES} pictures`;
 }
 
 async function addFiles(files) {
