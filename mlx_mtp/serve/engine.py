@@ -18,7 +18,7 @@ from ..machine.errors import with_type, without_directories
 from ..machine.stream import in_turn
 from .endings import closed, failed_by, must_end
 from .failures import dropped
-from .finished import FinishedJobs
+from .finished import FinishedJobs, keep_rows
 from .follow import PREFILL, as_json
 from .job import (
     LOST,
@@ -264,7 +264,8 @@ class Engine:
         """Remove a job. steps: its generator, to close; None if it has ended. Never raises.
 
         failed: sent as its last event unless the client has left; an exception is converted by `failed_by`. If the
-        closed generator returns a cache after its prefill, the job is queued for a prefill of its conversation.
+        closed generator returns a cache after its prefill, the job is queued for a prefill of its conversation, or
+        the cache's rows are stored if its client has left.
         """
         self.running = [running for running in self.running if running[0] is not job]
         job.finished, self._unsaved = True, time.monotonic()
@@ -282,7 +283,9 @@ class Engine:
                 cache = closed(steps)
                 if not job.prefilling:
                     self._last = job.request
-                    if cache is not None and self.served:
+                    if cache is not None and self.served and job.cancelled:
+                        keep_rows(self.served, job, cache)  # nothing is computed for a client that has left
+                    elif cache is not None and self.served:
                         self._finished.add(self.served, job, cache)
 
     def _broadcast(self, action: str, number: int = PREFILL, content: Any = None) -> None:
