@@ -51,8 +51,10 @@ def render(tokenizer: Any, messages: list[dict], options: dict[str, Any]) -> str
         raise
     except Exception as e:  # a template is a program that may raise anything
         raise ValueError(f"the chat template refuses this conversation ({first_line(e)})") from e
-    if any("\ud800" <= c <= "\udfff" for c in text):  # Python's representation of bytes that are not UTF-8
-        raise ValueError("the prompt is not valid UTF-8 text")
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # lone surrogates: Python's representation of bytes that are not UTF-8
+        raise ValueError("the prompt is not valid UTF-8 text") from None
     return text
 
 

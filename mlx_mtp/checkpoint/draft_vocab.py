@@ -17,6 +17,7 @@ from ..layers.lm_head import KINDS, sliced
 from ..machine.atomic import write_whole
 from ..machine.errors import one_line
 from ..machine.paths import expanded
+from .file_sizes import DRAFT_VOCAB, check_size
 
 FORMAT = 1
 AGAIN = "make the file again with `mlx-mtp draft-vocab`"
@@ -59,6 +60,7 @@ def read(given: str | Path | Sequence[int]) -> DraftVocab:
     file = expanded(given)
     if file.exists() and not file.is_file():  # reading a device may never end
         raise ValueError(f"{file}: not a file")
+    check_size(file, DRAFT_VOCAB)
     try:
         with one_line(f"{file}: not a draft vocabulary, no valid JSON", (ValueError, RecursionError)):
             entries = json.loads(file.read_text(encoding="utf-8"))

@@ -7,6 +7,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 MB = 10**6
+DRAFT_VOCAB = 16 * MB  # bytes of a draft vocabulary, whatever its name
 # (pattern of names, maximum bytes); the first that matches counts. Other files are not read whole.
 LARGEST = (
     ("*.index.json", 40 * MB),
@@ -18,7 +19,7 @@ LARGEST = (
     ("merges.txt", 128 * MB),
     ("*.model", 128 * MB),
     ("*.tiktoken", 128 * MB),
-    ("draft_vocab.json", 16 * MB),
+    ("draft_vocab.json", DRAFT_VOCAB),
 )
 MOST_HEADER = 8 * MB  # bytes of a safetensors file's header
 MOST_TENSORS = 1 << 18  # of a checkpoint's files together, with the entries of their metadata
@@ -32,11 +33,12 @@ def check_sizes(directory: Path) -> None:
         check_size(file)
 
 
-def check_size(file: Path) -> None:
-    """Raise ValueError if a file that exists exceeds the limit for its name."""
-    most = next((most for pattern, most in LARGEST if fnmatch(file.name, pattern)), None)
+def check_size(file: Path, most: int | None = None) -> None:
+    """Raise ValueError if a file that exists has more than `most` bytes, by default the limit for its name."""
+    of = "kind" if most else "name"
+    most = most or next((most for pattern, most in LARGEST if fnmatch(file.name, pattern)), None)
     if most is not None and file.is_file() and (size := file.stat().st_size) > most:
-        raise ValueError(f"{file}: {size:,} bytes; allowed are {most:,} in a file of this name")
+        raise ValueError(f"{file}: {size:,} bytes; allowed are {most:,} in a file of this {of}")
 
 
 def check_header(file: Path) -> None:

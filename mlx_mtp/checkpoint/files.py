@@ -53,6 +53,7 @@ LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")  # config ke
 DECLARED = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # and of the number of heads
 MAX_LAYERS = 1024  # every layer is built before the tensors are checked
 MAX_KEYS = 2000  # of config.json and its text_config
+MAX_ENDS = 1000  # ids of end-of-text tokens: each is looked up in the vocabulary
 FLOATS = ("BF16", "F16", "F32", "F64")
 FP8_SCALES = ("_scale_inv", "_scale")  # suffixes to a weight's name: scales per block, and per row or tensor
 FP8_BLOCK = 128
@@ -214,6 +215,8 @@ def checked_config(config: Any, file: Path, overrides: dict[str, Any] | None = N
     text = config | config.get("text_config", {})
     if len(text) > MAX_KEYS:
         raise ValueError(f"{file}: {len(text):,} keys; allowed are {MAX_KEYS:,}")
+    if isinstance(ends := text.get("eos_token_id"), list) and len(ends) > MAX_ENDS:
+        raise ValueError(f"{file}: eos_token_id has {len(ends):,} ids; allowed are {MAX_ENDS:,}")
     if not isinstance(stored := text.get("quantization_config"), dict | None):
         raise ValueError(f"{file}: quantization_config is {stored!r}, expected an object")
     for name in (*DECLARED, *LAYERS):

@@ -21,7 +21,7 @@ import numpy as np
 
 from .header import Head, stated_head
 from .library import is_pillow, pillow
-from .parts import ORIENTATION, essential
+from .parts import ORIENTATION, essential, has_several_scans
 
 # (mirrored, quarter turns counterclockwise) that make stored pixels of an upright picture, by EXIF's orientation
 TURNS = {2: (True, 0), 3: (False, 2), 4: (True, 2), 5: (True, 1), 6: (False, 1), 7: (True, 3), 8: (False, 3)}
@@ -29,6 +29,8 @@ SPACE = re.compile(r"[ \t\r\n\f\v]+")
 STANDARD = re.compile("[+/]")  # base64 in its standard alphabet, not in that of URLs
 WHITE = (255, 255, 255, 255)
 PER_STEP = 257  # 65535 / 255: steps of a 16-bit value for each step of an 8-bit one
+SEVERAL_SCANS = "multi-scan JPEG"  # all coefficients are in memory at once
+COSTLY = ("WEBP", SEVERAL_SCANS)
 STRIP = 1 << 18  # pixels that are converted at once: Python's lock is held meanwhile
 BLOCK = 1 << 13  # bytes that a decoder reads at once
 SECONDS = 10.0  # of CPU time for decoding a file
@@ -38,20 +40,23 @@ class Limits(NamedTuple):
     """Limits of pictures.
 
     nbytes: maximum bytes of the file. pixels: maximum height times width. ratio: maximum of the longer side divided
-    by the shorter. webp: as `pixels`, of a WEBP file, whose decoder needs more memory.
+    by the shorter. costly: as `pixels`, of the files in COSTLY, whose decoders need more memory.
     """
 
     nbytes: int = 20_000_000
     pixels: int = 50_000_000
     ratio: int = 200
-    webp: int = 50_000_000
+    costly: int = 50_000_000
 
     def check(self, height: int, width: int, form: str = "") -> None:
-        """Raise ValueError if a size in pixels exceeds the limits, or a side is less than 1. form: the file's."""
+        """Raise ValueError if a size in pixels exceeds the limits, or a side is less than 1.
+
+        form: the file's, or SEVERAL_SCANS.
+        """
         if min(height, width) < 1:
             raise ValueError(f"{width} x {height} pixels; allowed is 1 x 1 or more")
-        if height * width > (most := self.webp if form == "WEBP" else self.pixels):
-            of = " of a WEBP file" if most != self.pixels else ""
+        if height * width > (most := self.costly if form in COSTLY else self.pixels):
+            of = f" of a {form} file" if most != self.pixels else ""
             raise ValueError(f"{width} x {height} pixels; allowed are {most:,} in all{of}: make it smaller")
         if max(height, width) > self.ratio * min(height, width):
             raise ValueError(f"{width} x {height} pixels; the longer side is limited to {self.ratio} times the other")
@@ -133,7 +138,8 @@ def open_image(source: Any, limits: Limits = LIMITS, number: int = 1, check: Cal
         file = Watched(data, check)
         opened = _opened(file, head)
         # a GIF's frames can be larger than its header states
-        limits.check(opened.height, opened.width, head.format)
+        form = SEVERAL_SCANS if has_several_scans(data, head.format) else head.format
+        limits.check(opened.height, opened.width, form)
         return _decoded(opened, turn, file, head)
 
 

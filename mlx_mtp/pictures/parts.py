@@ -56,6 +56,12 @@ def essential(data: bytes, form: str) -> tuple[bytes, int]:
     return b"".join(kept), next((turn for each in metadata if (turn := turn_of(each)) is not None), 1)
 
 
+def has_several_scans(data: bytes, form: str) -> bool:
+    """Return whether a file is a JPEG file with several scans, as progressive ones have."""
+    scans = (part for part in jpeg_parts(data) if part.kind == START_OF_SCAN) if form == "JPEG" else iter(())
+    return len([*islice(scans, 2)]) == 2
+
+
 def turn_of(exif: bytes) -> int | None:
     """Return the orientation, 1 to 8, in the first directory of EXIF data, 1 without one; None for other data."""
     exif = exif.removeprefix(EXIF)

@@ -18,7 +18,7 @@ from ..machine.errors import with_type, without_directories
 from ..machine.stream import in_turn
 from .endings import closed, failed_by, must_end
 from .failures import dropped
-from .finished import FinishedJobs
+from .finished import FinishedJobs, keep_rows
 from .follow import PREFILL, as_json
 from .job import (
     LOST,
@@ -263,8 +263,8 @@ class Engine:
     def _end(self, job: Job, steps: Steps | None, failed: Failed | BaseException | None = None) -> None:
         """Remove a job. steps: its generator, to close; None if it has ended. Never raises.
 
-        failed: sent as its last event unless the client has left; an exception is converted by `failed_by`. If the
-        closed generator returns a cache after its prefill, the job is queued for a prefill of its conversation.
+        failed: sent as its last event; an exception is converted by `failed_by`. If the closed generator returns a
+        cache after its prefill, the conversation is queued for one, or only stored if the client has left.
         """
         self.running = [running for running in self.running if running[0] is not job]
         job.finished, self._unsaved = True, time.monotonic()
@@ -283,7 +283,7 @@ class Engine:
                 if not job.prefilling:
                     self._last = job.request
                     if cache is not None and self.served:
-                        self._finished.add(self.served, job, cache)
+                        (keep_rows if job.cancelled else self._finished.add)(self.served, job, cache)
 
     def _broadcast(self, action: str, number: int = PREFILL, content: Any = None) -> None:
         """Send an instruction of `follow` to the other ranks, if there are any. number: of the job, or PREFILL."""

@@ -27,8 +27,7 @@ class FinishedJobs(deque[tuple[Job, PromptCache | None]]):
 
     def keep_oldest(self, served: Served) -> None:
         """Remove the oldest job; if its cache is kept, store its rows in the prefix tree, if that may hold them."""
-        job, cache = self.popleft()
-        keep(with_adapter(served, job.request.adapter), cache.tokens if cache else [], cache)
+        keep_rows(served, *self.popleft())
 
     def keep_for(self, served: Served, request: DecodeRequest) -> None:
         """Store in the prefix tree the rows of finished jobs that a new prompt can reuse; the jobs stay here.
@@ -42,3 +41,8 @@ class FinishedJobs(deque[tuple[Job, PromptCache | None]]):
             continues = prompt[: len(job.request.prompt)] == job.request.prompt
             if cache and (continues or shared(cache.tokens, prompt) >= served.tree.chunking.least):
                 keep(served, prompt[:-1], cache)
+
+
+def keep_rows(served: Served, job: Job, cache: PromptCache | None) -> None:
+    """Store the rows of a job's cache in the prefix tree, if that may hold rows computed by decoding."""
+    keep(with_adapter(served, job.request.adapter), cache.tokens if cache else [], cache)

@@ -198,22 +198,28 @@ def _with_one_call_a_turn(conversation: Conversation) -> Conversation:
 
     The content includes reasoning. Results without a call of the answer follow the last one.
     """
-    found: list[Message] = []
-    rest = conversation.messages
-    while rest:
-        (message, *rest), calls = rest, rest[0].get("tool_calls", ())
-        if len(calls) < 2:
+    messages, found, at = conversation.messages, list[Message](), 0
+    while at < len(messages):
+        message, end = messages[at], at + 1
+        if len(message.get("tool_calls", ())) < 2:
             found.append(message)
-            continue
-        end = next((i for i, each in enumerate(rest) if each["role"] != "tool"), len(rest))
-        results, rest = rest[:end], rest[end:]
-        for call in calls:
-            call_results = [result for result in results if result.get("tool_call_id") == call["id"]]
-            results = [result for result in results if result not in call_results]
-            found += [{**message, "tool_calls": [call]}, *call_results]
-            message = {"role": "assistant", "content": ""}
-        found += results
+        else:
+            end = next((i for i in range(end, len(messages)) if messages[i]["role"] != "tool"), len(messages))
+            found += _call_by_call(message, messages[at + 1 : end])
+        at = end
     return conversation._replace(messages=found)
+
+
+def _call_by_call(message: Message, results: list[Message]) -> Iterator[Message]:
+    """Yield an answer for each call of an answer, each before its results; then the results without a call."""
+    by_id: dict[str | None, list[Message]] = {}
+    for result in results:
+        by_id.setdefault(result.get("tool_call_id"), []).append(result)
+    for call in message["tool_calls"]:
+        yield {**message, "tool_calls": [call]}
+        yield from by_id.pop(call["id"], ())
+        message = {"role": "assistant", "content": ""}
+    yield from (result for result in results if result.get("tool_call_id") in by_id)
 
 
 def with_calls_after_content(conversation: Conversation) -> Conversation:

@@ -7,10 +7,12 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from .departure import check_client
 from .forms import Message
 from .template_traits import CONTENT, Traits
 from .tool_calls.json_text import members
 from .tool_calls.schema import dumps
+from .unanswered import Unanswered
 
 SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 PLACEHOLDER = "\ufdd2"  # starts the key of a placeholder; a noncharacter
@@ -40,18 +42,20 @@ def linked(messages: list[Message], traits: Traits) -> list[Message]:
     """
     found: list[tuple[int, Message]] = []
     links: dict[str, Link] = {}
-    pending: list[Link] = []
-    count = 0
+    pending, count = Unanswered[Link](), 0
     for message in messages:
+        check_client()
         if calls := message.get("tool_calls"):
             if traits.content != CONTENT:
                 rest = {key: value for key, value in message.items() if key != "tool_calls"}
                 found += [(0, rest)] if rest["content"] or rest.get("reasoning_content") else []
                 message = {"role": "assistant", "content": traits.content}
-            pending = [_link(call, count + i, traits) for i, call in enumerate(calls)]
+            made, pending = [_link(call, count + i, traits) for i, call in enumerate(calls)], Unanswered()
             count += len(calls)
-            links |= {link.given: link for link in pending}
-            calls = [{**call, "id": link.id} for call, link in zip(calls, pending, strict=True)]
+            links |= {link.given: link for link in made}
+            for link in made:
+                pending.add(link, *{"", link.given})
+            calls = [{**call, "id": link.id} for call, link in zip(calls, made, strict=True)]
             message = {**message, "tool_calls": calls}
         if message["role"] == "tool":
             found.append(_linked_result(message, links, pending, traits))
@@ -75,16 +79,14 @@ def _id(given: str, traits: Traits) -> str:
 
 
 def _linked_result(
-    message: Message, links: dict[str, Link], pending: list[Link], traits: Traits
+    message: Message, links: dict[str, Link], pending: Unanswered[Link], traits: Traits
 ) -> tuple[int, Message]:
     """Return a result's call number, and the result with the call's id and, unless it has a name, the call's name.
 
-    Without a call: 0, and the result with its own id in the template's form. A call of `pending` is removed from it.
+    Without a call: 0, and the result with its own id in the template's form. pending: by the client's ids, all by "".
     """
     given = message.get("tool_call_id", "")
-    if link := next((link for link in pending if link.given == given or not given), None):
-        pending.remove(link)
-    elif not (link := links.get(given)):
+    if not (link := pending.take(given) or links.get(given)):
         return 0, {**message, "tool_call_id": _id(given, traits)} if given else message
     return link.number, {**message, "tool_call_id": link.id, "name": message.get("name") or link.name}
 

@@ -12,6 +12,7 @@ from .forms import Message
 from .output_format import GUIDED
 from .places import Place
 from .sampling_fields import LARGE
+from .unanswered import Unanswered
 
 FIELDS = ("model", "format", "options", "stream", "think", "keep_alive", *GUIDED, "structured_outputs")
 FIELDS += ("guided_whitespace_pattern", "template", "suffix", "truncate", "shift")  # the last two are ignored
@@ -98,9 +99,7 @@ def chat_messages(body: dict[str, Any]) -> list[Any]:
     in the latest message with calls; if the result names its tool, of the first call of this tool. Nothing else is
     changed or checked, but for messages that are no list, which raises Refused.
     """
-    found: list[Any] = []
-    pending: list[dict[str, Any]] = []
-    number = 0
+    found, pending, number = list[Any](), Unanswered[dict[str, Any]](), 0
     for given in field_of(body, "messages", "a list of objects", lambda v: isinstance(v, list)) or []:
         message = dict(given) if isinstance(given, dict) else given
         found.append(message)
@@ -108,8 +107,10 @@ def chat_messages(body: dict[str, Any]) -> list[Any]:
             continue
         if isinstance(calls := message.get("tool_calls"), list) and calls:
             message["tool_calls"] = [_with_id(call, number + i) for i, call in enumerate(calls)]
-            number += len(calls)
-            pending = [call for call in message["tool_calls"] if isinstance(call, dict)]
+            number, pending = number + len(calls), Unanswered()
+            for call in message["tool_calls"]:
+                if isinstance(call, dict):
+                    pending.add(call, *{_key("id", call["id"]), _key("name", _name(call)), _key("name", "")})
         if message.get("role") == "tool":
             _link(message, message.get("tool_name") or message.get("name"), pending)
     return found
@@ -119,19 +120,21 @@ def _with_id(call: Any, number: int) -> Any:
     return {"id": f"call_{number}", **call} if isinstance(call, dict) else call
 
 
-def _link(result: Message, name: Any, pending: list[dict[str, Any]]) -> None:
+def _link(result: Message, name: Any, pending: Unanswered[dict[str, Any]]) -> None:
     """Add `name`, unless it is empty, to a tool result and, if the result has no id, that of its call.
 
-    The call is the first of `pending` that has the result's id or, if the result has none, the name ("": any); it is
-    removed from `pending`.
+    The call is the first of `pending` that has the result's id or, if the result has none, the name ("": any).
     """
     if name:
         result["name"] = name
     given = result.get("tool_call_id")
-    fits = [call for call in pending if given in (None, call["id"]) and (given or not name or name == _name(call))]
-    if fits:
-        pending.remove(fits[0])
-        result["tool_call_id"] = fits[0]["id"]
+    if (call := pending.take(_key("name", name or "") if given is None else _key("id", given))) is not None:
+        result["tool_call_id"] = call["id"]
+
+
+def _key(kind: str, value: Any) -> tuple[str, Any]:
+    """Return a key of `Unanswered`; of a value that is no text one that only `pending` itself has."""
+    return kind, value if isinstance(value, str) else object()
 
 
 def _name(call: dict[str, Any]) -> Any:

@@ -2,9 +2,10 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from .departure import check_client
 from .fields import Refused, field_of, strings_in
 
 # What an entry of a conversation is: of the user; an answer; an answer with tool calls; nothing that is known; or
@@ -38,8 +39,8 @@ class Place(NamedTuple):
         return Refused(f"{self.path}: {problem}", param=self.path.partition(".")[0].partition("[")[0])
 
 
-def entries_of(body: dict[str, Any], name: str, side_of: Callable[[Any], str]) -> list[tuple[Any, Place]]:
-    """Return the entries of a conversation, the list in the field `name`, each with its place.
+def entries_of(body: dict[str, Any], name: str, side_of: Callable[[Any], str]) -> Iterator[tuple[Any, Place]]:
+    """Yield the entries of a conversation, the list in the field `name`, each with its place.
 
     side_of: returns one of the constants above for an entry. Lone surrogates in an earlier entry become "?". Raises
     Refused for a value that is no list, and for lone surrogates in the newest message of the user.
@@ -47,8 +48,10 @@ def entries_of(body: dict[str, Any], name: str, side_of: Callable[[Any], str]) -
     allowed = "a text or a list of objects" if name == "input" else "a list of objects"
     given = field_of(body, name, allowed, lambda v: isinstance(v, list)) or []
     newest = newest_of([side_of(each) for each in given])
-    places = [Place(f"{name}[{i}]", i == newest) for i in range(len(given))]
-    return [(_encodable(each, place), place) for each, place in zip(given, places, strict=True)]
+    for i, each in enumerate(given):
+        check_client()
+        place = Place(f"{name}[{i}]", i == newest)
+        yield _encodable(each, place), place
 
 
 def newest_of(sides: list[str]) -> int | None:

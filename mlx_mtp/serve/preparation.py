@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
+from ..machine.errors import with_type
 from .departure import CURRENT, Departure, check_client
 from .fields import Refused
 from .limits import QueueFull
@@ -41,7 +42,12 @@ class Work(Departure):
     def _called(self, function: Callable[..., T], *args: Any) -> T:
         CURRENT.set(self)
         check_client()
-        return function(*args)
+        try:
+            return function(*args)
+        except Exception:
+            raise
+        except BaseException as e:  # a panic of a Rust library is no Exception, and ASGI servers log its traceback
+            raise Refused(f"the request cannot be prepared ({with_type(e)})") from None
 
 
 class Preparations:

@@ -22,7 +22,7 @@ TOO_LONG = "the pictures of the conversation are longer than the model's context
 LOW = 512 * 512  # maximum pixels of a picture of detail "low", which is shrunk to them
 DETAILS = ("auto", "high", "low", "original")
 FILES = DecodedFiles()  # a client sends the pictures of a conversation again with each request
-LIMITS = Limits(pixels=25_000_000, webp=16_000_000)  # decoding needs 0.25 GB: 10 bytes per pixel, 16 of WEBP
+LIMITS = Limits(pixels=25_000_000, costly=16_000_000)  # decoding needs 0.25 GB: 10 bytes per pixel, or 16
 MOST_PIXELS = 300_000_000  # of all pictures of a request that are to be decoded
 DECODING = threading.BoundedSemaphore(2)  # pictures decoded at once
 TURN = 0.2  # seconds of waiting for DECODING between two checks

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from command_line import call
 
-from mlx_mtp.checkpoint import file_sizes, files, weight_names
-from mlx_mtp.checkpoint.file_sizes import LARGEST, MOST_HEADER, MOST_TENSORS
+from mlx_mtp.checkpoint import draft_vocab, file_sizes, files, weight_names
+from mlx_mtp.checkpoint.file_sizes import DRAFT_VOCAB, LARGEST, MOST_HEADER, MOST_TENSORS
 from mlx_mtp.checkpoint.gguf import header
 from mlx_mtp.demo import demo_path
 
@@ -145,3 +145,25 @@ def test_a_config_of_very_many_keys_is_refused(model):
     for more in ({f"k{i}": i for i in range(2001)}, {"text_config": {f"k{i}": i for i in range(2001)}}):
         with pytest.raises(ValueError, match=r"^config\.json: 2,\d\d\d keys; allowed are 2,000$"):
             files.checked_config({**config, **more}, Path("config.json"))
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_config_of_very_many_end_tokens_is_refused(model, inner):
+    config = json.loads((model / "config.json").read_text())
+    for count, allowed in ((1000, True), (1001, False)):
+        more = {"eos_token_id": [*range(count)]}
+        given = {**config, **({"text_config": more} if inner else more)}
+        if allowed:
+            files.checked_config(given, Path("config.json"))
+        else:
+            with pytest.raises(ValueError, match=r"^config\.json: eos_token_id has 1,001 ids; allowed are 1,000$"):
+                files.checked_config(given, Path("config.json"))
+
+
+def test_a_draft_vocabulary_has_a_limit_whatever_its_name(tmp_path):
+    with (file := tmp_path / "list.json").open("wb") as f:
+        f.truncate(DRAFT_VOCAB + 1)
+    with pytest.raises(
+        ValueError, match=r"list\.json: 16,000,001 bytes; allowed are 16,000,000 in a file of this kind$"
+    ):
+        draft_vocab.read(file)

@@ -246,6 +246,25 @@ def test_pillow_s_own_limit_is_one_line_too(recwarn):
             open_image(gif(1, 1, frame))
 
 
+@pytest.mark.parametrize(
+    ("form", "options", "refused"),
+    [
+        ("JPEG", {}, ""),
+        ("JPEG", {"progressive": True}, "a multi-scan JPEG file"),
+        ("WEBP", {}, "a WEBP file"),
+        ("PNG", {}, ""),
+    ],
+)
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_files_whose_decoders_need_more_memory_have_a_limit_of_their_own(form, options, refused, mode):
+    data, limits = saved(NOISE.convert(mode), form, **options), Limits(pixels=24 * 40, costly=24 * 40 - 1)
+    if not refused:
+        assert open_image(data, limits).size == (24, 40)
+        return
+    with pytest.raises(ValueError, match=f"^picture 1: 40 x 24 pixels; allowed are 959 in all of {refused}: make"):
+        open_image(data, limits)
+
+
 def test_limits_of_bytes(tmp_path):
     data, limits = saved(NOISE, "PNG"), Limits(nbytes=100)
     (tmp_path / "a.png").write_bytes(data)

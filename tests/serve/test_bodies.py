@@ -4,6 +4,7 @@ import asyncio
 import base64
 import contextlib
 import json
+import re
 import threading
 from types import SimpleNamespace
 
@@ -15,9 +16,11 @@ from sweep import SWEEP
 
 from mlx_mtp.serve import body, preparation
 from mlx_mtp.serve.body import DEPTH, parsed_body
+from mlx_mtp.serve.chat_messages import side_of
 from mlx_mtp.serve.departure import CURRENT, Departure, check_client
 from mlx_mtp.serve.fields import Refused
 from mlx_mtp.serve.limits import QueueFull
+from mlx_mtp.serve.places import entries_of
 from mlx_mtp.serve.preparation import SMALL, Preparations
 
 DATA = st.binary(min_size=12, max_size=60).map(lambda raw: base64.b64encode(raw).decode())
@@ -215,6 +218,27 @@ def test_work_ends_once_its_client_has_left():
     assert (preparations.active, started) == (0, [])
 
 
+class PanicException(BaseException):
+    """As of Rust libraries: no Exception."""
+
+
+@pytest.mark.parametrize("size", [1, SMALL + 1])
+def test_a_panic_is_a_refusal_in_one_line_and_ends_no_thread(size):
+    def panic():
+        raise PanicException("Onig: Regex search error: fail to memory allocation\nbacktrace")
+
+    async def read():
+        preparations = Preparations()
+        for _ in range(4):
+            with preparations.place(Client(), size, 0, 9) as work, pytest.raises(Refused) as refused:
+                await work.run(panic)
+            assert re.search(r"\(PanicException: Onig[^\n]*\)\Z", str(refused.value))
+        with preparations.place(Client(), size, 0, 9) as work:
+            return await work.run(int, "7")
+
+    assert asyncio.run(read()) == 7
+
+
 def test_requests_in_preparation_count_against_the_queue():
     preparations, client = Preparations(), SimpleNamespace()
     with preparations.place(client, 1, 1, 3), preparations.place(client, 1, 1, 3), pytest.raises(QueueFull):
@@ -223,12 +247,24 @@ def test_requests_in_preparation_count_against_the_queue():
         assert preparations.active == 1
 
 
-def test_parsing_sees_a_departure():
-    gone = Departure()
+@pytest.fixture
+def gone():
+    """The client of this thread's work, which has not left yet."""
+    token = CURRENT.set(client := Departure())
+    yield client
+    CURRENT.reset(token)
+
+
+def test_parsing_sees_a_departure(gone):
     gone.left = True
-    token = CURRENT.set(gone)
-    try:
-        with pytest.raises(ClientDisconnect):
-            parsed_body(b"{}")
-    finally:
-        CURRENT.reset(token)
+    with pytest.raises(ClientDisconnect):
+        parsed_body(b"{}")
+
+
+def test_reading_messages_sees_a_departure(gone):
+    """After each of them: one message may have a million parts, and a conversation 10,000 messages."""
+    entries = entries_of({"messages": [{"role": "user", "content": "a"}] * 3}, "messages", side_of)
+    next(entries)
+    gone.left = True
+    with pytest.raises(ClientDisconnect):
+        next(entries)

@@ -9,6 +9,7 @@ import pytest
 
 from mlx_mtp.serve import engine as engines
 from mlx_mtp.serve.engine import Engine, Limits, QueueFull
+from mlx_mtp.serve.finished import FinishedJobs
 from mlx_mtp.serve.job import DecodeRequest, End, Failed, Job
 
 SERVED = types.SimpleNamespace(ranks=None, batch=None, files=None, tree=types.SimpleNamespace(decoded=False))
@@ -111,6 +112,22 @@ def test_a_disconnected_client_frees_the_engine(engine, steps):
     wait([second])
     assert steps.closed == [1, 2]
     assert not first
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_nothing_is_computed_for_a_client_that_has_left(engine, steps, monkeypatch, cancelled):
+    """The rows of its answer are stored; the conversation of a client that still waits is prefilled."""
+    done, cache = [], types.SimpleNamespace(tokens=[1, 2])
+    monkeypatch.setattr(engines, "closed", lambda steps: cache)
+    monkeypatch.setattr("mlx_mtp.serve.finished.keep", lambda *_: done.append("kept"))
+    monkeypatch.setattr(FinishedJobs, "add", lambda self, served, job, cache: done.append(job.request.prompt[0]))
+    (first,) = submit(one := engine(), [1] * 10**7)
+    while not steps.order:
+        time.sleep(0.001)
+    first.job.prefilling = False
+    setattr(first.job, *(("cancelled", True) if cancelled else ("deadline", 0.0)))
+    wait(submit(one, [2]))
+    assert done[:1] == ["kept" if cancelled else 1]
 
 
 def test_a_full_queue_and_an_ending_engine_refuse_requests(engine, steps):

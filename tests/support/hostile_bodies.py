@@ -153,6 +153,7 @@ BODIES: dict[str, Make] = {
     ),
     "too large": lambda d: body(d, around(b'"' + b"a" * d.size(80 * MB) + b'"')),
     "messages": lambda d: many_messages(d),
+    "at the limits": lambda d: at_the_limits(d),
 }
 
 
@@ -208,6 +209,21 @@ def long_text(d: Dice, sort: str) -> Attack:
 
 
 TEXTS: dict[str, Make] = {sort: lambda d, sort=sort: long_text(d, sort) for sort in SORTS}
+
+
+def at_the_limits(d: Dice) -> Attack:
+    """Return a body of nearly as many values, strings or digits as are parsed."""
+    each, most = d.choice(
+        [
+            (b"1", 999_000),
+            (b"1.5", 999_000),
+            (b"1234567", 950_000),
+            (b"[]", 49_000),
+            (b'"a"', 49_000),
+            (b"1" * 4200, 1800),
+        ]
+    )
+    return body(d, around(b"[" + b",".join([each] * most) + b"]"))
 
 
 def prompt(d: Dice, value: bytes) -> Attack:

@@ -70,6 +70,16 @@ def more_messages(api: str, *messages: Any) -> Attack:
     return post(PATHS[api], {**given, "messages": [*messages, *given["messages"]]})
 
 
+def many_calls(d: Dice, api: str) -> Attack:
+    """Return an answer with up to 19,000 calls, and up to 9,900 results that may belong to none of them."""
+    calls: list[dict[str, Any]] = [{"function": {"name": "a"}} for _ in range(d.size(19_000))]
+    results: list[dict[str, Any]] = [{"role": "tool", "tool_call_id": "x"} for _ in range(d.size(9900))]
+    if d.random() < 0.5:  # each has a call, in the opposite order
+        calls = [{**call, "id": str(i)} for i, call in enumerate(calls[:9000])]
+        results = [{"role": "tool", "tool_call_id": str(len(calls) - i)} for i in range(len(calls))]
+    return more_messages(api, {"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": calls}, *results)
+
+
 def with_pictures(api: str, pictures: list[Any]) -> Attack:
     """Return a conversation with pictures in a past message, which must be answered whether or not they are read."""
     if api == "ollama":
@@ -93,6 +103,8 @@ HISTORIES: dict[str, Make] = {
     "several blocks": lambda d: past(d, d.choice(["chat", "messages", "responses"]), [block(d), block(d)]),
     "pictures": lambda d: with_pictures("chat", ["data:image/png;base64,AAAA"] * d.choice([1, 30])),
     "pictures of ollama": lambda d: with_pictures("ollama", d.choices(["AAAA", *WORDS], k=d.choice([1, 25]))),
+    "many calls": lambda d: many_calls(d, "chat"),
+    "many calls of ollama": lambda d: many_calls(d, "ollama"),
     "any message": lambda d: more_messages(d.choice(["chat", "messages", "ollama"]), value(d)),
     "any calls": lambda d: more_messages("chat", {"role": "assistant", "tool_calls": value(d)}),
     "any field": lambda d: more_messages(
