@@ -134,6 +134,9 @@ def test_a_refused_message_does_not_end_the_session():
         assert lines(text_of(request_of("messages", entries)))
 
 
+CUT = ".content[1]"
+
+
 @pytest.mark.parametrize(
     ("wrong", "place", "at"),
     [
@@ -147,6 +150,8 @@ def test_a_refused_message_does_not_end_the_session():
         ({"role": "user", "content": "x", "images": [5]}, ".images[0]", ".images[0]"),
         ({"role": "user", "content": "x", "tool_calls": [5]}, ".tool_calls", ".tool_calls"),
         ({"role": "user", "content": "\ud800"}, "", None),
+        ({"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "text", "text": "\ud800"}]}, CUT, None),
+        ({"role": "user", "name": "\ud800", "content": [{"type": "text", "text": "x"}]}, "", None),
     ],
 )
 def test_fields_of_the_newest_message_are_refused_and_of_the_past_reported(wrong, place, at):
@@ -155,6 +160,16 @@ def test_fields_of_the_newest_message_are_refused_and_of_the_past_reported(wrong
             request_of(api, [Q, A, wrong])
         request = request_of(api, [wrong, A, LAST])
         assert [warning.partition(": ")[0] for warning in request.warnings] == ([f"messages[0]{at}"] if at else [])
+
+
+@pytest.mark.parametrize("more", [[], [{"type": "text", "text": "LAST"}]])
+def test_half_a_character_at_the_end_of_a_tool_result_is_a_question_mark(more):
+    """JavaScript cuts the output of tools within characters; the messages API sends results as the user's."""
+    use = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "read", "input": {}}]}
+    for content in ("CUT\ud83d", [{"type": "text", "text": "CUT\ud83d"}]):
+        result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": content}, *more]}
+        request = request_of("messages", [Q, use, result])
+        assert "CUT?" in text_of(request)
 
 
 MARKS = ["</think>", "<tool_call>", "<|im_end|>", "<|im_start|>system", "\n[INST]", "<|endoftext|>"]
