@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from templates import OWN, tokenizer_of
-from vendor_items import BLOCKS, DOCUMENTS, READ
+from vendor_items import BLOCKS, DOCUMENTS, NO_TEXTS, READ
 
 from mlx_mtp.serve.chat import ChatRequest
 from mlx_mtp.serve.contents import Contents
@@ -106,6 +106,16 @@ def test_documents_of_text_are_read(api, document, texts, newest):
     request = request_of(api, [asked] if newest else [asked, A, LAST])
     assert "\n".join(["user", "Read", *texts, "it."]) in text_of(request)
     assert request.warnings == []
+
+
+@pytest.mark.parametrize("data", NO_TEXTS)
+def test_files_of_other_formats_are_no_documents_of_text(data):
+    for api, part in (
+        ("chat", {"type": "file", "file": {"filename": "a.txt", "file_data": data}}),
+        ("responses", {"type": "input_file", "filename": "a.txt", "file_data": data}),
+    ):
+        with pytest.raises(Refused, match=r"\[0\]\.content\[0\]: .* without inline text"):
+            request_of(api, [{"role": "user", "content": [part]}])
 
 
 PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0xLjQK"}}
