@@ -131,7 +131,7 @@ def test_ollamas_prompt_may_be_a_picture_alone(info):
 @pytest.mark.parametrize(
     ("pictures", "reason"),
     [
-        ((url_of(A)[:-1],), "picture 1.*base64"),
+        (("data:image/png;base64,!!!!",), "picture 1.*base64"),
         ((A, ""), "picture 2.*data is missing"),
         ((A, b"text"), "picture 2.*not a PNG"),
         (("/etc/passwd",), "picture 1"),
