@@ -41,8 +41,8 @@ def add_end_of_turn(tokenizer: Any) -> None:
 def _follows_content(template: str, ends: set[str], others: set[str]) -> bool:
     """Return whether a template's text names one of `ends` next behind a content, so that it need not be rendered."""
     any_of = _any_of({*ends, *others})
-    behind = (any_of.search(template[each.end() : each.end() + NEAR]) for each in re.finditer("content", template))
-    return any(found[0] in ends for found in behind if found)
+    following = (any_of.search(template[each.end() : each.end() + NEAR]) for each in re.finditer("content", template))
+    return any(found[0] in ends for found in following if found)
 
 
 def _any_of(tokens: set[str]) -> re.Pattern[str]:

@@ -286,7 +286,7 @@ def base64_of(data, head=""):
     return head + base64.b64encode(data).decode()
 
 
-# Media types that browsers and clients state for programs, tables, logs and settings, and for nothing they know.
+# Media types that browsers and clients state for programs, tables, logs and settings, and for unknown files.
 KINDS = ["", "text/x-python-script", "application/javascript", "application/x-sh", "application/toml", "video/mp2t"]
 KINDS += [
     "application/octet-stream",
