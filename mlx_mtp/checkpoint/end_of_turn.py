@@ -15,27 +15,38 @@ from .stored_template import default_template
 from .template_limits import TemplateStopped
 from .template_process import isolate
 
+NEAR = 60  # characters of a template between the content of a message and the token behind it
 USER, REASON, ANSWER, NEXT = ("turn-user", "turn-reason", "turn-answer", "turn-next")  # contents of messages
 
 
 def add_end_of_turn(tokenizer: Any) -> None:
-    """Add the token that ends answers to an mlx-lm tokenizer's stop tokens, unless the template writes one of them.
+    """Add the token that ends answers to an mlx-lm tokenizer's stop tokens, unless one of them does.
 
     Without such a token, and if the template fails, nothing is added. The template runs in a process of its own.
     """
     template = default_template(getattr(tokenizer, "chat_template", None))
     ends = {end for end in tokenizer.convert_ids_to_tokens(sorted(tokenizer.eos_token_ids)) if end}
-    if any(end in template for end in ends):
-        return
     written = {
         str(each) for each in tokenizer.added_tokens_decoder.values() if each.special and str(each) in template
     }
-    if written := written - {*ends, tokenizer.bos_token}:
+    written -= {*ends, tokenizer.bos_token}
+    if written and not _follows_content(template, ends, written):
         isolated = TokenizerWrapper(copy.copy(tokenizer._tokenizer))
         isolate(isolated)
         with suppress(ValueError, TemplateStopped):
             if end := _end_of_turn(isolated, {*written, *ends}):
                 tokenizer.add_eos_token(end)
+
+
+def _follows_content(template: str, ends: set[str], others: set[str]) -> bool:
+    """Return whether a template's text names one of `ends` next behind a content, so that it need not be rendered."""
+    any_of = _any_of({*ends, *others})
+    following = (any_of.search(template[each.end() : each.end() + NEAR]) for each in re.finditer("content", template))
+    return any(found[0] in ends for found in following if found)
+
+
+def _any_of(tokens: set[str]) -> re.Pattern[str]:
+    return re.compile("|".join(sorted(map(re.escape, tokens), key=len, reverse=True)))
 
 
 def _end_of_turn(tokenizer: Any, special: set[str]) -> str | None:
@@ -44,7 +55,7 @@ def _end_of_turn(tokenizer: Any, special: set[str]) -> str | None:
     It has to follow the last answer as well as an earlier one, or it begins the next turn (GLM's <|user|>). It must
     neither begin the first message nor stand inside an answer, where it ends a part (gpt-oss's <|end|>).
     """
-    any_of = re.compile("|".join(sorted(map(re.escape, special), key=len, reverse=True)))
+    any_of = _any_of(special)
     question, after = {"role": "user", "content": USER}, {"role": "user", "content": NEXT}
     answer = {"role": "assistant", "content": ANSWER}
     thoughtful = answer | dict.fromkeys(("reasoning_content", "reasoning", "thinking"), REASON)

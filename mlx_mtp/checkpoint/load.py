@@ -48,6 +48,7 @@ from .report import drafting_bytes
 from .separate_heads import is_split
 from .small_model import attach_small_model, check_tokens, instead_of_heads, is_small_model
 from .sort_tensors import Drafting
+from .tokenizer_settings import checked_settings
 from .tuned import attach_tuned, fits, shipped_heads
 from .vision import Sight, open_vision
 
@@ -202,6 +203,7 @@ def load_tokenizer(
     given["trust_remote_code"] = bool(given.get("trust_remote_code"))
     missing = "" if (path / TOKENIZER).is_file() else f"; {TOKENIZER} is missing"
     with one_line(f"{path}: no usable tokenizer{missing}"):
+        checked_settings(path)
         eos = (read_config(path) if config is None else config).get("eos_token_id")
         try:
             tokenizer = mlx_lm_utils.load_tokenizer(path, given, eos_token_ids=eos)
@@ -215,11 +217,16 @@ def load_tokenizer(
     return tokenizer
 
 
-def check_tokenizer(path: Path) -> None:
-    """Raise ValueError if a checkpoint's tokenizer cannot be loaded; a tokenizer.json is only parsed."""
+def check_tokenizer(path: Path, *, code: bool = False) -> None:
+    """Raise ValueError if a checkpoint's tokenizer cannot be loaded; a tokenizer.json is only parsed.
+
+    code: whether code of the checkpoint may be run.
+    """
     file = path / TOKENIZER
-    if not file.is_file():
-        load_tokenizer(path)
+    with one_line(f"{path}: no usable tokenizer"):
+        settings = checked_settings(path)
+    if not file.is_file() or "auto_map" in settings:
+        load_tokenizer(path, {"trust_remote_code": code})
         return
     with one_line(f"{file}: damaged"):  # the parser raises errors of type Exception
         Tokenizer.from_file(str(file))

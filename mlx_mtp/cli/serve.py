@@ -180,7 +180,7 @@ def _find(flags: dict[str, Any]) -> list[Any]:
         for model in flags["models"]
     ]
     named = [(_names(model, ())[0], path) for model, path in zip(flags["models"], paths, strict=True)]
-    found = offers(named, flags["models_dir"], flags["max_context"])
+    found = offers(named, flags["models_dir"], flags["max_context"], code=bool(flags["trust_remote_code"]))
     names = [offer.name for offer in found]
     if double := next((name for name in names if names.count(name) > 1), None):
         raise click.UsageError(f"two models are named {double!r}; leave one out, or rename its directory")

@@ -9,6 +9,7 @@ from json import dumps
 from typing import Any
 
 from .evaluated import evaluated
+from .exclusive import Exclusion
 from .finite import without_endless
 from .keywords import UNSUPPORTED, contradiction, is_any, write_keywords
 from .names import write_names
@@ -88,6 +89,8 @@ class _Document:
             return False
         write_keywords(found, path)
         write_numbers(found, path)
+        if "oneOf" in found and Exclusion(self._references).proven(schema["oneOf"], own):
+            _write_one_of(found)
         if isinstance(found.get("propertyNames"), dict):
             found["propertyNames"] = _of_text(found["propertyNames"])
         if "unevaluatedProperties" in found:
@@ -182,6 +185,15 @@ def _check_text(value: Any, path: str) -> None:
         dumps(value, ensure_ascii=False).encode()
     except (TypeError, ValueError):
         raise ValueError(f"{path}: no Unicode text, or no JSON") from None
+
+
+def _write_one_of(schema: dict[str, Any]) -> None:
+    """Replace the `oneOf` of a written schema, whose schemas exclude each other, by an `anyOf`; it is changed."""
+    choices = schema.pop("oneOf")
+    if "anyOf" in schema:
+        schema["allOf"] = [*schema.get("allOf", ()), {"anyOf": choices}]
+    else:
+        schema["anyOf"] = choices
 
 
 def _of_text(schema: dict[str, Any]) -> Any:

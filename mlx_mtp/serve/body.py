@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import secrets
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ CONVERSATIONS = ("messages", "input")  # whose earlier messages may contain anyt
 MOST_QUOTES = 1_000_000  # of a body in which base64 data is found
 MARK = f"\ufdd4{secrets.token_hex(8)}:"  # random, so that no client can write it
 BASE64 = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/-_=\\"  # and the \ of \n and \/
+ESCAPED = re.compile(rb"\\u00(?:2[bBfF]|3[dD])")  # + / = of base64, of which .NET escapes the first
 TOO_LARGE = "the body has more than {most:,} {what}; send fewer"
 
 
@@ -71,6 +73,7 @@ def _is_data(part: bytes) -> bool:
     """Return whether bytes between two quotes are a JSON string of base64, perhaps in a `data:` URL."""
     if part.startswith(b"data:"):
         part = part.partition(b",")[2]
+    part = ESCAPED.sub(b"", part)
     return not (part.translate(None, BASE64) or part.endswith(b"\\") or b"\\u" in part)
 
 

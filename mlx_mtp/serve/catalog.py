@@ -63,13 +63,15 @@ class Offer:
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
-def offers(models: Iterable[tuple[str, Path]], folder: Path | None, limit: int | None = None) -> list[Offer]:
+def offers(
+    models: Iterable[tuple[str, Path]], folder: Path | None, limit: int | None = None, *, code: bool = False
+) -> list[Offer]:
     """Return an `Offer` of each given model, then of each other model in a folder and up to four levels below.
 
     models: pairs of name and path; of pairs with the same path only the first counts. A model of the folder has
     the name of its directory or file, or its path in the folder if another model has that name, too; of several paths
     to it, one without links counts, else the first. limit: maximum of the contexts; None: those of the models. Models
-    that cannot be served are included, with a `problem`.
+    that cannot be served are included, with a `problem`. code: whether code of tokenizers may be run.
     """
     known: dict[Path, tuple[str, Path]] = {}
     for name, path in models:
@@ -78,7 +80,7 @@ def offers(models: Iterable[tuple[str, Path]], folder: Path | None, limit: int |
     found = [place for place in _in_folder(folder) if place.path.resolve() not in known] if folder else []
     times = Counter([*(name for name, _ in given), *(place.name for place in found)])
     given += [(place.name if times[place.name] == 1 else _within(place, folder), place.path) for place in found]
-    return [offer(name, path, limit) for name, path in given]
+    return [offer(name, path, limit, code=code) for name, path in given]
 
 
 def _in_folder(folder: Path) -> list[Place]:
@@ -96,11 +98,11 @@ def _within(place: Place, folder: Path | None) -> str:
     return place.path.relative_to(folder).as_posix()
 
 
-def offer(name: str, path: Path, limit: int | None = None) -> Offer:
-    """Return the `Offer` of a model; the first error or problem becomes its `problem`. limit: as in `offers`."""
+def offer(name: str, path: Path, limit: int | None = None, *, code: bool = False) -> Offer:
+    """Return a model's `Offer`; the first error or problem becomes its `problem`. limit, code: as in `offers`."""
     try:
         facts = inspect_gguf(path)[1] if is_gguf(path) else inspect_checkpoint(path, values=False)
-        problem = next(_problems(path, facts), "")
+        problem = next(_problems(path, facts, code), "")
     except Exception as e:
         facts, problem = None, first_line(e)
     if problem or facts is None or facts.memory is None or facts.report is None:
@@ -130,7 +132,7 @@ def _of_tokenizer(path: Path) -> int:
     return UNCHECKED
 
 
-def _problems(path: Path, facts: Inspection) -> Iterator[str]:
+def _problems(path: Path, facts: Inspection, code: bool) -> Iterator[str]:
     yield from facts.problems
     if not is_gguf(path):
-        check_tokenizer(path)
+        check_tokenizer(path, code=code)

@@ -1,14 +1,19 @@
 """Read documents that contain their text: Anthropic's `document` and `search_result`, OpenAI's `file`s."""
 
-import mimetypes
+import re
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 from ..pictures.image import Limits, from_base64, from_data_url
 from .forms import Line
 from .places import Place
 
 DOCUMENTS = ("document", "search_result", "file", "input_file")
+NO_TEXT = ("image/", "audio/", "video/", "font/", "application/pdf")  # begin media types
+TEXT = ("image/svg+xml", "video/mp2t")  # the second is how browsers call a file of TypeScript
+CONTROL = re.compile("[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # in no text; logs contain \x1b
 LIMITS = Limits(nbytes=1 << 30)  # a body is smaller
 
 
@@ -56,26 +61,31 @@ def _text(part: dict[str, Any]) -> str | None:
 
 
 def _files(part: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield (media type, base64 or `data:` URL) of what may be the file of a document or file part."""
+    """Yield (media type or None, base64 or `data:` URL) of what may be the file of a document or file part."""
     source = part.get("source")
     if isinstance(source, dict) and source.get("type") == "base64":
         yield source.get("media_type"), source.get("data")
     inner = part["file"] if isinstance(part.get("file"), dict) else part
-    name, data = inner.get("filename"), inner.get("file_data")
-    if isinstance(data, str) and data[:5].lower() == "data:":
-        yield data[5:].partition(",")[0].partition(";")[0], data
-    else:
-        yield mimetypes.guess_type(name)[0] if isinstance(name, str) else None, data
+    yield None, inner.get("file_data")
 
 
 def _decoded(kind: Any, data: Any) -> str | None:
-    """Return the text in base64 or in a `data:` URL; None unless the media type is one of text in UTF-8."""
-    if not isinstance(kind, str) or not isinstance(data, str):
+    """Return the text in base64 or in a `data:` URL; None for a media type of no text, and for bytes that are none.
+
+    Most media types of programs and of tables are no `text/`, and clients state several for one kind of file.
+    """
+    if not isinstance(data, str):
         return None
-    kind = kind.strip().lower()
-    if not (kind.startswith("text/") or kind.endswith(("json", "xml", "yaml"))):
+    head, _, rest = data.partition(",") if data[:5].lower() == "data:" else ("", "", "")
+    kind = (kind if isinstance(kind, str) else head[5:]).partition(";")[0].strip().lower()
+    if kind.startswith(NO_TEXT) and kind not in TEXT:
         return None
     try:
-        return (from_data_url if data[:5].lower() == "data:" else from_base64)(data, LIMITS).decode("utf-8-sig")
+        if head and not head.lower().endswith("base64"):
+            content = unquote_to_bytes(rest)
+        else:
+            content = (from_data_url if head else from_base64)(data, LIMITS)
+        text = content.decode("utf-16" if content[:2] in (BOM_UTF16_LE, BOM_UTF16_BE) else "utf-8-sig")
     except ValueError:
         return None
+    return None if CONTROL.search(text) or text.startswith("%PDF-") else text

@@ -72,8 +72,23 @@ def newest_of(sides: list[str]) -> int | None:
 
 
 def _encodable(entry: Any, place: Place) -> Any:
-    if not any(SURROGATES.search(text) for text in strings_in(entry) if not text.isascii()):
+    """Return an entry or a part in which lone surrogates are "?"; Refused for those of the user's newest message."""
+    if not _has_surrogates(entry):
         return entry
-    if place.new:
+    if not place.new:
+        return json.loads(json.dumps(entry, ensure_ascii=False).encode("utf-8", "replace"))
+    parts = entry.get("content") if isinstance(entry, dict) else None
+    if not isinstance(parts, list) or _has_surrogates({**entry, "content": None}):
         raise place.refused("allowed is valid Unicode")
-    return json.loads(json.dumps(entry, ensure_ascii=False).encode("utf-8", "replace"))
+    at = place.at("content")
+    found = [_encodable(part, at.at(i).past() if _is_result(part) else at.at(i)) for i, part in enumerate(parts)]
+    return {**entry, "content": found}
+
+
+def _has_surrogates(value: Any) -> bool:
+    return any(SURROGATES.search(text) for text in strings_in(value) if not text.isascii())
+
+
+def _is_result(part: Any) -> bool:
+    """Return whether a part is a tool result, which is not the user's, though the messages API sends it as theirs."""
+    return isinstance(part, dict) and part.get("type") == "tool_result"

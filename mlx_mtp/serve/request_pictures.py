@@ -133,7 +133,7 @@ class RequestPictures:
 
     def _file(self, source: Source, until: float) -> bytes:
         """Return the bytes of a picture's file. until: time.monotonic() at which a fetch ends. Raises ValueError."""
-        if not source.is_url:
+        if not source.is_url and source.data.lstrip()[:5].lower() != "data:":
             return from_base64(source.data)
         assert self._info
         if source.data[:8].lower().startswith(("http://", "https://")):

@@ -6,14 +6,12 @@ import shutil
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
-from turn_templates import ENDED, NOT_ENDED
+from turn_templates import END_OF_TEXT, ENDED, NOT_ENDED
 
 from mlx_mtp.checkpoint import end_of_turn
 from mlx_mtp.checkpoint.end_of_turn import add_end_of_turn
 from mlx_mtp.checkpoint.load import load_tokenizer as load
 from mlx_mtp.demo import demo_path
-
-END_OF_TEXT = "<|endoftext|>"
 
 
 @pytest.fixture

@@ -25,6 +25,13 @@ def closed(**properties: Any) -> dict[str, Any]:
     return {**CLOSED, "properties": properties, "required": [*properties]}
 
 
+def tagged(*choices: Any) -> dict[str, Any]:
+    """A schema of one of several objects, of which `t` states which."""
+    a, b = ({**OBJECT, "properties": {"t": {**TEXT, "const": tag}}, "required": ["t"]} for tag in "ab")
+    optional, untyped = {**a, "required": []}, {key: a[key] for key in ("properties", "required")}
+    return {"oneOf": [*choices], "$defs": {"a": a, "b": b, "o": optional, "u": untyped, "x": closed(y=INTEGER)}}
+
+
 def among(low: float, high: float, *, type: str = "number", **more: Any) -> dict[str, Any]:
     return {"type": type, "exclusiveMinimum": low, "exclusiveMaximum": high, **more}
 
@@ -95,6 +102,25 @@ ACCEPTED: list[Any] = [
     {"$defs": {"n": ENDLESS}, "anyOf": [{"$ref": "#/$defs/n"}, INTEGER]},
     {"oneOf": [closed(k={"const": "a"}), closed(k={"const": "b"})]},
     {"oneOf": [INTEGER, TEXT]},
+    # Schemas of oneOf that exclude each other
+    tagged({"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}),
+    tagged({"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}, {"type": ["null", "integer"]}, TEXT),
+    tagged({"$ref": "#/$defs/a"}, {"$ref": "#/$defs/x"}, {"const": "k"}),
+    tagged({"allOf": [{"$ref": "#/$defs/a"}, {"required": ["t"]}]}, {**OBJECT, "properties": {"t": {"const": "c"}}}),
+    {**INTEGER, "oneOf": [{"const": 0, "title": "None"}, {"const": 1}, {"const": 2.0}]},
+    {**INTEGER, "oneOf": [{"const": 0}, {"const": 1}], "anyOf": [{"minimum": 1}, TEXT]},
+    {"oneOf": [{"$ref": "#/$defs/o"}, {"type": "null"}], "$defs": {"o": closed(a={"oneOf": [TEXT, {"$ref": "#"}]})}},
+    {"type": ["boolean", "integer"], "oneOf": [{"enum": [1, 3]}, {"enum": [True]}]},
+]
+OVERLAPPING = [
+    tagged({"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}),
+    tagged({"$ref": "#/$defs/a"}, {"properties": {"t": TEXT}, "required": ["t"]}),
+    tagged({"$ref": "#/$defs/o"}, {**OBJECT, "properties": {"t": {"const": "b"}}}),
+    tagged({"$ref": "#/$defs/u"}, {"properties": {"t": {"const": "b"}}, "required": ["t"]}),
+    tagged({"$ref": "#/$defs/x"}, {**OBJECT, "patternProperties": {"^y": {}}, "additionalProperties": False}),
+    {"oneOf": [{"enum": [1]}, {"enum": [1.0, 2]}]},
+    {"oneOf": [{"enum": [[1, {"a": 2}]]}, {"const": [1.0, {"a": 2.0}]}]},
+    {**INTEGER, "oneOf": [{"const": 0}, {"enum": [0, 1]}]},
 ]
 AT = "additionalProperties"
 REFUSED: list[tuple[Any, str]] = [  # a schema, and the path in the message
@@ -169,6 +195,12 @@ def test_random_answers_are_valid(schema):
     found = grammar.json_schema(schema)
     for seed in range(WALKS):
         check(schema, found, seed)
+
+
+@pytest.mark.parametrize("schema", OVERLAPPING, ids=json.dumps)
+def test_one_of_schemas_that_may_overlap_is_refused(schema):
+    with pytest.raises(ValueError, match=r"^json_schema\.oneOf: the schemas of oneOf may accept the same value"):
+        grammar.json_schema(schema)
 
 
 @pytest.mark.parametrize(("schema", "path"), REFUSED, ids=repr)

@@ -84,6 +84,10 @@ def test_a_picture_of_many_megabytes_is_read():
     picture = "data:image/png;base64," + base64.b64encode(bytes(9 * 10**6)).decode()
     value = {"messages": [{"content": [{"text": "这 😀?"}, {"url": picture}, {"data": picture[22:]}]}]}
     assert parsed_body(encoded(value, False)) == value
+    escaped = (
+        encoded(value, False).replace(b"AAAA", b"AAA\\u002B", 1).replace(b"AAAA", b"AA\\u002f\\u003D", 1)
+    )  # as in .NET
+    assert parsed_body(escaped)["messages"][0]["content"][1]["url"][22:40] == "AAA+AA/=AAAAAAAAAA"
     with pytest.raises(Refused, match="more than 8,000,000 bytes"):
         parsed_body(encoded({"messages": [{"content": "word " * 1_600_001}]}, False))
 

@@ -58,6 +58,38 @@ def test_a_model_is_offered_only_if_its_tokenizer_can_be_loaded(folder):
             assert ": )" not in problem
 
 
+SETTINGS = json.loads((demo_path() / "tokenizer_config.json").read_text())
+CODE = {"auto_map": {"AutoTokenizer": ["tokens.Tokens", None]}, "tokenizer_class": "Tokens"}
+# What becomes of a small file of the tokenizer, as an interrupted copy leaves it.
+DAMAGED = [
+    *(("tokenizer_config.json", content) for content in (b"", b"[]", json.dumps(SETTINGS).encode()[:-9], b"\xff")),
+    *(("tokenizer_config.json", {name: 5}) for name in ("eos_token", "pad_token")),
+    *(("tokenizer_config.json", more) for more in ({"model_max_length": "x"}, {"eos_token": {"content": "x"}}, CODE)),
+    ("special_tokens_map.json", b"{"),
+    ("added_tokens.json", b"[1"),
+    ("chat_template.jinja", "{{ messages }}".encode("utf-16")),
+]
+
+
+@pytest.mark.parametrize(("name", "content"), DAMAGED, ids=repr)
+def test_a_model_whose_small_files_are_damaged_is_not_offered(name, content, tmp_path):
+    path = shutil.copytree(demo_path(), tmp_path / "m")
+    (path / name).write_bytes(content if isinstance(content, bytes) else json.dumps({**SETTINGS, **content}).encode())
+    (found,) = offers([], tmp_path)
+    with pytest.raises(ValueError, match="no usable tokenizer") as e:
+        load_tokenizer(path)
+    assert found.problem == str(e.value)
+    assert name in found.problem or content is CODE
+    assert "\n" not in found.problem
+
+
+def test_code_of_a_tokenizer_is_run_only_with_consent(tmp_path):
+    path = shutil.copytree(demo_path(), tmp_path / "m")
+    (path / "tokenizer_config.json").write_text(json.dumps({**SETTINGS, **CODE}))
+    (path / "tokens.py").write_text("from transformers import PreTrainedTokenizerFast as Tokens\n")
+    assert [bool(offers([], tmp_path, code=code)[0].problem) for code in (False, True)] == [True, False]
+
+
 TEMPLATE, OTHER = "{{ messages[0].content }}", "{{ 'other' }}"
 NAMED = [{"name": "tool_use", "template": OTHER}, {"name": "default", "template": TEMPLATE}]
 FORMS = {  # files by name, as text or the entry `chat_template` of a JSON file

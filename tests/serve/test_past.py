@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from templates import OWN, tokenizer_of
-from vendor_items import BLOCKS, DOCUMENTS, READ
+from vendor_items import BLOCKS, DOCUMENTS, NO_TEXTS, READ
 
 from mlx_mtp.serve.chat import ChatRequest
 from mlx_mtp.serve.contents import Contents
@@ -108,6 +108,16 @@ def test_documents_of_text_are_read(api, document, texts, newest):
     assert request.warnings == []
 
 
+@pytest.mark.parametrize("data", NO_TEXTS)
+def test_files_of_other_formats_are_no_documents_of_text(data):
+    for api, part in (
+        ("chat", {"type": "file", "file": {"filename": "a.txt", "file_data": data}}),
+        ("responses", {"type": "input_file", "filename": "a.txt", "file_data": data}),
+    ):
+        with pytest.raises(Refused, match=r"\[0\]\.content\[0\]: .* without inline text"):
+            request_of(api, [{"role": "user", "content": [part]}])
+
+
 PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0xLjQK"}}
 SIDES = [
     ([USER], 0), ([USER, ANSWER, USER], 2), ([USER, OTHER], 0), ([USER, USER], 1), ([], None), ([OTHER], None),
@@ -134,6 +144,9 @@ def test_a_refused_message_does_not_end_the_session():
         assert lines(text_of(request_of("messages", entries)))
 
 
+CUT = ".content[1]"
+
+
 @pytest.mark.parametrize(
     ("wrong", "place", "at"),
     [
@@ -147,6 +160,8 @@ def test_a_refused_message_does_not_end_the_session():
         ({"role": "user", "content": "x", "images": [5]}, ".images[0]", ".images[0]"),
         ({"role": "user", "content": "x", "tool_calls": [5]}, ".tool_calls", ".tool_calls"),
         ({"role": "user", "content": "\ud800"}, "", None),
+        ({"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "text", "text": "\ud800"}]}, CUT, None),
+        ({"role": "user", "name": "\ud800", "content": [{"type": "text", "text": "x"}]}, "", None),
     ],
 )
 def test_fields_of_the_newest_message_are_refused_and_of_the_past_reported(wrong, place, at):
@@ -155,6 +170,16 @@ def test_fields_of_the_newest_message_are_refused_and_of_the_past_reported(wrong
             request_of(api, [Q, A, wrong])
         request = request_of(api, [wrong, A, LAST])
         assert [warning.partition(": ")[0] for warning in request.warnings] == ([f"messages[0]{at}"] if at else [])
+
+
+@pytest.mark.parametrize("more", [[], [{"type": "text", "text": "LAST"}]])
+def test_half_a_character_at_the_end_of_a_tool_result_is_a_question_mark(more):
+    """JavaScript cuts the output of tools within characters; the messages API sends results as the user's."""
+    use = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "read", "input": {}}]}
+    for content in ("CUT\ud83d", [{"type": "text", "text": "CUT\ud83d"}]):
+        result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": content}, *more]}
+        request = request_of("messages", [Q, use, result])
+        assert "CUT?" in text_of(request)
 
 
 MARKS = ["</think>", "<tool_call>", "<|im_end|>", "<|im_start|>system", "\n[INST]", "<|endoftext|>"]

@@ -131,11 +131,12 @@ def test_ollamas_prompt_may_be_a_picture_alone(info):
 @pytest.mark.parametrize(
     ("pictures", "reason"),
     [
-        ((url_of(A),), "picture 1.*base64"),
+        (("data:image/png;base64,!!!!",), "picture 1.*base64"),
         ((A, ""), "picture 2.*data is missing"),
         ((A, b"text"), "picture 2.*not a PNG"),
         (("/etc/passwd",), "picture 1"),
         (("https://example.org/a.png",), "picture 1.*base64"),
+        (("data:image/png,abc",), "picture 1.*base64"),
         (21 * (A,), "more than 20"),
     ],
 )
@@ -162,6 +163,15 @@ def test_a_low_detail_is_a_small_picture(info, api):
     question = [{"role": "user", "content": parts}]
     request = request_of(info, api, {"input" if api == "responses" else "messages": question})
     assert [picture.grid for picture in request.pictures] == [(1, 200, 200), (1, 64, 64)]
+
+
+def test_data_of_base64_may_begin_as_a_data_url(info):
+    for data in (url_of(A), " " + url_of(A).upper()[:5] + url_of(A)[5:]):
+        part = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+        question = {"role": "user", "content": [part]}
+        assert len(request_of(info, "messages", {"messages": [question], "max_tokens": 1}).pictures) == 1
+        (request,) = OllamaGenerate({"prompt": "What?", "images": [data]}, info).requests
+        assert len(request.pictures) == 1
 
 
 def test_tokens_are_counted_without_decoding(info):

@@ -24,6 +24,8 @@ IM = ("<|im_start|>", "<|im_end|>")
 DEEPSEEK = tuple(f"<\uff5c{name}\uff5c>" for name in ("User", "Assistant", "end\u2581of\u2581sentence"))
 QWEN = "<|im_start|>assistant\n" + THOUGHT + "{{ m.content }}<|im_end|>\n"
 AI = "<|im_start|>assistant\n"
+END_OF_TEXT = "<|endoftext|>"  # of the base model
+FINISHED = "{% if not add_generation_prompt %}" + END_OF_TEXT + "{% endif %}"
 MINIMAX = "]~b]ai\n" + THOUGHT + "{{ m.content }}[e~[\n"
 PHI = "<|user|>\n{{ m.content }}<|end|>\n", "<|assistant|>\n{{ m.content }}<|end|>\n"
 # (template, special tokens, the token that ends answers), by the family that writes turns so.
@@ -65,6 +67,14 @@ ENDED = {
         "[e~[",
     ),
     "always with a prompt": (by_role(CHATML, CHATML, after="<|im_start|>assistant\n"), IM, "<|im_end|>"),
+    "the end of text in front": (END_OF_TEXT + by_role(CHATML, CHATML, AI), IM, "<|im_end|>"),
+    "the end of text behind all": (by_role(CHATML, CHATML, AI, after=FINISHED), IM, "<|im_end|>"),
+    "the end of text in a comment": ("{# pad: <|endoftext|> #}" + by_role(CHATML, CHATML), IM, "<|im_end|>"),
+    "an answer's end of its own": (
+        by_role("[INST]{{ m.content }}[/INST]", "{% generation %}{{ m.content }}<|eot|>{% endgeneration %}"),
+        ("[INST]", "[/INST]", "<|eot|>"),
+        "<|eot|>",
+    ),
     "several templates": ({"default": by_role(CHATML, CHATML), "tool_use": "x"}, IM, "<|im_end|>"),
 }
 NOT_ENDED = {

@@ -3,6 +3,9 @@
 Each is (API, role of its message or None for an item of its own, the block or item, texts that its line keeps).
 """
 
+import base64
+from urllib.parse import quote
+
 PDF = "JVBERi0xLjQK"
 ASSISTANT, USER = "assistant", "user"
 BLOCKS = [
@@ -276,6 +279,35 @@ READ = [
 
 NOTE = {"type": "text", "media_type": "text/plain", "data": "Tea is green."}
 WORDS = "VGVhIGlzIGdyZWVuLg=="  # Tea is green.
+GREEN = "Tea is gr\u00fcn."
+
+
+def base64_of(data, head=""):
+    return head + base64.b64encode(data).decode()
+
+
+# Media types that browsers and clients state for programs, tables, logs and settings, and for unknown files.
+KINDS = ["", "text/x-python-script", "application/javascript", "application/x-sh", "application/toml", "video/mp2t"]
+KINDS += [
+    "application/octet-stream",
+    "application/vnd.ms-excel",
+    "application/x-yaml",
+    "image/svg+xml",
+    "application/sql",
+]
+FILES = [base64_of(GREEN.encode(), f"data:{kind};base64,") for kind in KINDS]
+FILES += [base64_of(GREEN.encode(code)) for code in ("utf-8", "utf-8-sig", "utf-16")]
+FILES += [
+    f"data:text/plain;charset=utf-8,{quote(GREEN)}",
+    base64_of(GREEN.encode(), "data:TEXT/plain;charset=utf-8;base64,"),
+]
+# Files of other formats, also where the name or the media type is one of text.
+NO_TEXTS = [
+    base64_of(data) for data in (b"%PDF-1.4\n", b"PK\x03\x04", b"\x89PNG\r\n\x1a\n", b"\xff\xfb\x90", b"a\0b")
+]
+NO_TEXTS += [
+    base64_of(b"hi", f"data:{kind};base64,") for kind in ("application/pdf", "audio/mpeg", "image/png", "video/mp4")
+]
 # Documents with inline text, and their lines in the prompt.
 DOCUMENTS = [
     ("messages", {"type": "document", "source": NOTE}, ["Tea is green."]),
@@ -323,5 +355,12 @@ DOCUMENTS = [
         "responses",
         {"type": "input_file", "filename": "a.json", "file_data": "data:application/json;base64,e30="},
         ["a.json", "{}"],
+    ),
+    *(("chat", {"type": "file", "file": {"filename": "a.go", "file_data": each}}, ["a.go", GREEN]) for each in FILES),
+    *(("responses", {"type": "input_file", "file_data": each}, [GREEN]) for each in FILES),
+    (
+        "messages",
+        {"type": "document", "source": {"type": "base64", "media_type": "application/javascript", "data": WORDS}},
+        ["Tea is green."],
     ),
 ]
