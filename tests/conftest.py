@@ -24,11 +24,17 @@ with contextlib.suppress(OSError):
     if os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > 4 << 30:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 
+import hypothesis
 import mlx.core as mx
 import pytest
 from compile_mode import ENABLED, NO_FUSE, set_mode
 
 import mlx_mtp
+
+
+# A busy machine is slow, and no example is wrong for it.
+hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("busy")
 
 
 def pytest_collection_finish():

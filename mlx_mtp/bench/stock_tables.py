@@ -113,7 +113,7 @@ def _reread(traffic: Traffic, *names: str) -> list[str]:
 
 
 def experts_table(most: int) -> Table:
-    """Return the table of requests for experts' weights at up to `most` rows, each of which visits TOP_K of EXPERTS."""
+    """Return the table of requests for the weights of experts at up to `most` rows, each with TOP_K experts."""
     columns = ("kernel", "M", "distinct experts / pairs", "launches", "weights", "KiB of weights")
     title = f"4-bit experts, {TOP_K} of {EXPERTS} for a row, emulated"
     drawn = [mx.quantize(mx.ones((EXPERTS, n, k)), GROUP, BITS) for n, k in ((INNER, HIDDEN), (HIDDEN, INNER))]

@@ -108,9 +108,7 @@ def test_a_missing_or_unreadable_file_changes_no_response(small, stored, tmp_pat
     assert len(restarted(small, directory).files.known) == 2
 
 
-@settings(
-    max_examples=300 if SWEEP else 6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=300 if SWEEP else 6, deadline=None, suppress_health_check=[*HealthCheck])
 @given(st.floats(0, 1, exclude_max=True), st.integers(1, 255), st.booleans(), st.booleans())
 def test_a_changed_byte_never_changes_a_response(small, stored, tmp_path, place, flip, header, before):
     (source, texts, fresh), directory = stored, tmp_path / "files"
