@@ -31,7 +31,6 @@ from compile_mode import ENABLED, NO_FUSE, set_mode
 
 import mlx_mtp
 
-
 # A busy machine is slow, and no example is wrong for it.
 hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("busy")
