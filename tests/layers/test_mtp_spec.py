@@ -81,7 +81,7 @@ def test_options_that_contradict(tmp_path):
                 mlx_mtp.load_model(path, mtp=False, **options)
     model = mlx_mtp.load_model(path)
     for k in (1.0, True, "2"):
-        with pytest.raises(ValueError, match=f"num_draft_tokens={k}: allowed is 0 to 15"):
+        with pytest.raises(ValueError, match=f"^num_draft_tokens={k!r}: allowed is 0 to the drafter.s maximum"):
             ours(model, k)
     for size in (0, 16, 48):
         with pytest.raises(ValueError, match=f"kv_group_size={size}: allowed is 32, 64, 128 or None"):
