@@ -52,7 +52,7 @@ def test_something_else(tmp_path, target):
     refused(target, tmp_path, "truncated or damaged")
     (tmp_path / "config.json").write_text("[")
     refused(target, tmp_path, r"config\.json: not valid JSON")
-    refused(target, tmp_path / "nowhere", "no such directory, and not on the hub")
+    refused(target, tmp_path / "nowhere", "no such directory, and not a name on the hub")
 
 
 CONFIGS = {
