@@ -8,14 +8,14 @@ from typing import NamedTuple
 import mlx.core as mx
 import pytest
 from metal_cases import linux_only
-from metal_texts import FEW, GROUPS, collected
+from metal_texts import FEW, GROUPS
 from sweep import SWEEP, sampled
 
 from mlx_mtp import kernels
 from mlx_mtp.bench.kernel_launches import cached, can_split, rows, spread, weights
 from mlx_mtp.emulator.options import CompileError
 from mlx_mtp.emulator.registers import Registers, registers
-from mlx_mtp.emulator.texts import LaunchText, recorded, text_kernel
+from mlx_mtp.emulator.texts import LaunchText, collected, recorded, text_kernel
 
 pytestmark = linux_only
 
