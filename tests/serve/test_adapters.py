@@ -23,8 +23,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 def load(path, adapters=None):
-    """Load a model and its tokenizer, of whose tokens the end of text is one that the model never generates."""
-    return mlx_mtp.load(path, {"eos_token": "]"}, adapter_path=adapters)
+    """Load a model and its tokenizer, which has as its only end of text a token that the model never generates."""
+    model, tokenizer = mlx_mtp.load(path, {"eos_token": "]"}, adapter_path=adapters)
+    tokenizer.eos_token_ids = {tokenizer.eos_token_id}  # also without the one that the template writes
+    return model, tokenizer
 
 
 @pytest.fixture(scope="module")
