@@ -49,8 +49,8 @@ PROGRAMS = {
 def outcome(tokenizer, messages, options):
     try:
         return render(tokenizer, messages, options)
-    except ValueError as e:
-        return e.args
+    except ValueError as e:  # Python's words for a recursion depend on the call that is too deep
+        return str(e).replace(" while calling a Python object", "")
 
 
 def isolated(tokenizer):

@@ -247,9 +247,11 @@ def test_in_a_terminal(terminal):
 
 def test_errors_are_wrapped_at_words(terminal):
     termios.tcsetwinsize(terminal.screen, (24, 60))
-    terminal.wait_for(READY, terminal.wait_for("error: ", terminal.type("/set wrong 1\r")))
-    printed = terminal.text[terminal.text.index("error: ") :]
-    assert all(len(line) <= 60 for line in printed.partition("and a value")[0].splitlines())
+    began = terminal.type("/set wrong 1\r")
+    terminal.wait_for(READY, terminal.wait_for("error: ", began))
+    printed = terminal.text[terminal.text.index("error: ", began) :]
+    lines = printed.partition("and a value")[0].splitlines()
+    assert all(len(line) <= 60 for line in lines), lines
     assert "presence_penalty" in printed
     assert printed.count("\n") >= 4
     termios.tcsetwinsize(terminal.screen, (0, 0))

@@ -32,13 +32,16 @@ def call(*args, stdin=""):
     Does not cover imports, streams that are files, and the interpreter's exit.
     """
     terminated, logger = signal.getsignal(signal.SIGTERM), logging.getLogger("transformers")
-    level = logger.level
+    level, log = logger.level, logging.getLogger("mlx_mtp.serve")
+    logged = log.level, log.propagate, log.handlers
     try:
         with warnings.catch_warnings():
             result = CliRunner().invoke(main, [*map(str, args)], input=stdin, catch_exceptions=False)
     finally:
         signal.signal(signal.SIGTERM, terminated)
         logger.setLevel(level)
+        log.setLevel(logged[0])
+        log.propagate, log.handlers = logged[1:]
     return subprocess.CompletedProcess(args, result.exit_code, result.stdout, result.stderr)
 
 
