@@ -86,7 +86,9 @@ def test_a_model_whose_small_files_are_damaged_is_not_offered(name, content, tmp
 def test_code_of_a_tokenizer_is_run_only_with_consent(tmp_path):
     path = shutil.copytree(demo_path(), tmp_path / "m")
     (path / "tokenizer_config.json").write_text(json.dumps({**SETTINGS, **CODE}))
-    (path / "tokens.py").write_text("from transformers import PreTrainedTokenizerFast as Tokens\n")
+    (path / "tokens.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n\nclass Tokens(PreTrainedTokenizerFast): ...\n"
+    )
     assert [bool(offers([], tmp_path, code=code)[0].problem) for code in (False, True)] == [True, False]
 
 
