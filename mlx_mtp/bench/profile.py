@@ -16,9 +16,8 @@ from mlx_lm.generate import StopSequences
 
 from ..cache.prompt_cache import PromptCache, make_prompt_cache
 from ..decoding.alone import Alone
-from ..decoding.drafters import drafters_of
+from ..decoding.drafters import drafters_of, names_of
 from ..decoding.drafters.drafter import Frame
-from ..decoding.policy import source_of
 from ..decoding.prefill import prefill
 from ..decoding.run import Run
 from ..decoding.sampling import Picker
@@ -28,7 +27,7 @@ from ..decoding.sequence import first_tokens
 from ..decoding.stats import Stats
 from ..decoding.step import propose, verify
 from ..generate import generate_step
-from ..tuning.plan import Plan
+from ..tuning.plan import Plan, Role
 from .timing import interleaved
 
 PHASES = ("prefill", "draft", "verify", "accept", "host")
@@ -90,7 +89,7 @@ Watch = TypeVar("Watch", bound=Timer)
 
 def decode_in_phases(work: Workload, watch: Watch) -> Watch:
     """Generate once, phase by phase; return `watch`, filled with tokens, cycles and seconds."""
-    tic, plan = time.perf_counter(), Plan(source_of(work.model), work.k) if work.k else Plan()
+    tic, plan = time.perf_counter(), Plan(names_of(work.model)[Role.MODEL], work.k) if work.k else Plan()
     with watch.during("prefill"):
         seat, newest = _seated(work)
         run, base, accepted = seat.first.run, seat.first.base, 0

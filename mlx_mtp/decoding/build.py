@@ -16,6 +16,7 @@ from ..tuning.plan import Plan
 from .control import most_together
 from .cycle_masks import CycleMasks
 from .drafters.drafter import Frame
+from .drafters.forced import Forced
 from .early import choose_early, submit_masked, verify_confident
 from .flight import Flight
 from .prefill import evaluated
@@ -47,14 +48,14 @@ def plan_and_build(seating: Seating, last: Flight | None, joining: Waiting, most
 def build(seating: Seating, new: Flight, run: Run, base: int) -> None:
     """Build or replay a planned cycle's step after the rows of `run`, whose first position is at most `base`."""
     plan, cache = new.plan, seating.cache
-    source = seating.drafters[plan.source] if plan.k else None
-    in_step = source is not None and source.in_step
+    drafter = new.drafter = seating.drafters[plan.source] if plan.k else None
+    in_step = drafter is not None and drafter.in_step
     given, first, reader = seating.enter(plan, run, base)
     if any(s is not None and s.picker.matcher for s in new.rows):
         new.masks = CycleMasks(new.rows, plan.k, drafted=in_step)
     allowed = new.masks.allowed if new.masks else None
     frame = Frame(seating.model, cache, plan, reader, new.rows, first, allowed)
-    drafts = NO_DRAFTS if source is None or in_step else source.propose(frame, run, plan.k)
+    drafts = NO_DRAFTS if drafter is None or in_step else drafter.propose(frame, run, plan.k)
     limit, replay = first + given.size, None
     if seating.compiled:
         frame, given, replay = seating.compiled.find(frame, given, seating.stats)
@@ -120,7 +121,7 @@ def redrafted(control: Any, planned: Plan, forced: Sequence[int]) -> Plan:
     """
     if isinstance(control, Controller):
         return control.redraft(planned, forced)
-    return Plan("grammar", max(forced)) if sum(forced) > planned.k * len(forced) else planned
+    return Plan(Forced.source, max(forced)) if sum(forced) > planned.k * len(forced) else planned
 
 
 def submit(seating: Seating, last: Flight | None, new: Flight) -> None:

@@ -10,8 +10,9 @@ from ..layers.target import Target
 from ..tuning.controller import Controller
 from ..tuning.costs import PRIOR_WEIGHT, Costs
 from ..tuning.plan import Cycle, Fixed, by_depth
+from .drafters import names_of
 from .flight import Flight
-from .policy import learned, others_of, source_of
+from .policy import learned, others_of
 
 Control = Controller | Fixed
 MOST_ON_GPU = VERIFY_ROWS[-1] - 1  # the kernels of products take 16 rows of all sequences
@@ -40,7 +41,7 @@ class Controls:
             k, max_lookup = (min(each, most_together(sequences)) for each in (k, max_lookup))
         key = sequences, k, max_lookup, masked
         if key not in self._made:
-            how: dict[str, Any] = {"max_lookup": max_lookup, "p_min": self.p_min, "source": source_of(self.model)}
+            how: dict[str, Any] = {"max_lookup": max_lookup, "p_min": self.p_min, "names": names_of(self.model)}
             adaptive = self.adaptive and (k or max_lookup)
             made = self._controller(sequences, k, {**how, "masked": masked}) if adaptive else Fixed(k, **how)
             self._made[key] = made

@@ -5,9 +5,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..tuning.plan import Accepted, Plan
+from ..tuning.plan import Accepted, Plan, Role
 from .cycle_masks import CycleMasks
-from .drafters.drafter import Frame
+from .drafters.drafter import Drafter, Frame
 from .run import NO_DRAFTS, Drafts, Run
 from .sequence import Sequence
 from .step import Passed
@@ -25,10 +25,11 @@ class Flight:
     arrange: rows: the sequence of each row. before: mark of the step cache before the step, for another plan; None
              if the cycle has other sequences, or other caches of the drafter, than the one before. prefilled: rows
              that a paused drafter read for it, or reads in its step.
-    build:   frame, given: the step's, and its input. drafts: with p_min only these are built, because their
-             confidence is read first. masks: with a grammar. passed: with a grammar, the rows that the run chooses
-             from, which are submitted first. most: as `limits` returns it, for a run that is built after the masks
-             are written. run: the step's result. replayed: a recorded step was used. built: the host's seconds.
+    build:   drafter: that of the plan; None for a plain step. frame, given: the step's, and its input. drafts: with
+             p_min only these are built, because their confidence is read first. masks: with a grammar. passed: with
+             a grammar, the rows that the run chooses from, which are submitted first. most: as `limits` returns it,
+             for a run that is built after the masks are written. run: the step's result. replayed: a recorded step
+             was used. built: the host's seconds.
     submit:  base: position of the first row of a lone sequence. after: mark of the step cache after it, in a pool
              from `build` on. failed: MLX could not evaluate it.
     read:    was_read. context: position of the first row, of the longest sequence. kept: for each sequence that was
@@ -44,6 +45,7 @@ class Flight:
     prefilled: int = 0
     late: bool = False
     forced: list[int] = field(default_factory=list)
+    drafter: Drafter | None = None
     frame: Frame = field(init=False)
     given: Run = field(init=False)
     drafts: Drafts = NO_DRAFTS
@@ -67,13 +69,19 @@ class Flight:
         """The sequences that are not finished."""
         return [sequence for sequence in self.rows if sequence and not sequence.finished]
 
+    @property
+    def role(self) -> Role:
+        """What the plan's drafts depend on."""
+        return self.drafter.role if self.drafter else Role.MODEL
+
     def accepts(self, row: int, verified: int) -> int:
         """Return the number of drafts that the sequence of a row may accept of those verified; -1 for a free slot."""
         sequence = self.rows[row]
         if sequence is None:
             return -1
-        most = self.forced[row] if self.plan.source == "grammar" else sequence.max_drafts(self.plan.source)
-        return min(most, verified)
+        if self.drafter is None:
+            return 0
+        return min(self.forced[row] if self.forced else self.drafter.limit(sequence), verified)
 
     def counts(self, row: int, accepted: int, verified: int) -> Accepted:
         """Return the counts of a row's drafts, of which `verified` were verified and `accepted` were accepted."""

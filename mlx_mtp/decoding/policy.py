@@ -14,9 +14,9 @@ from ..machine.remembered import digest
 from ..tuning.controller import Controller
 from ..tuning.cost_file import RememberedCosts
 from ..tuning.costs import Costs, Growth, dense, mixture
-from ..tuning.plan import Fixed, Plan
+from ..tuning.plan import Fixed
 from ..tuning.replay_choice import CompileChoice
-from .drafters import GRAMMAR_DRAFTS, drafter_of
+from .drafters import GRAMMAR_DRAFTS, drafter_of, names_of
 from .replay import Compiled, Recorder
 from .sampling import Picker
 
@@ -118,15 +118,9 @@ def control_for(
     if adaptive and (k or max_lookup or (matcher and matcher.most)):
         costs = learned(model)
         known, others = costs.recall(replayed=_replayed(compiled)), others_of(model, k)
-        how = {"source": source_of(model), "others": others, "growth": costs.growth, "masked": matcher is not None}
+        how = {"names": names_of(model), "others": others, "growth": costs.growth, "masked": matcher is not None}
         return Controller(max_drafts=k, max_lookup=max_lookup, p_min=p_min, known=known, **how)
-    return Fixed(k, max_lookup=max_lookup, p_min=p_min, source=source_of(model))
-
-
-def source_of(model: Target) -> str:
-    """Return the name of a model's drafter in plans; without a drafter the default of `Plan`."""
-    drafter = drafter_of(model)
-    return drafter.source if drafter else Plan().source
+    return Fixed(k, max_lookup=max_lookup, p_min=p_min, names=names_of(model))
 
 
 def others_of(model: Target, k: int) -> dict[str, int]:

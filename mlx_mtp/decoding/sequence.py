@@ -59,12 +59,6 @@ class Sequence:
         """Maximum number of drafts of its grammar per cycle; 0 without a grammar."""
         return self.picker.matcher.most if self.picker.matcher else 0
 
-    def max_drafts(self, source: str) -> int:
-        """Return the maximum number of drafts that this sequence accepts from a source, by its name in plans."""
-        if source == "grammar":
-            return self.most_forced
-        return self.max_lookup if source == "lookup" else self.k
-
     def append(self, tokens: list[int]) -> int:
         """Append tokens up to the sequence's end; return their number.
 

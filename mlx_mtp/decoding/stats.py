@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..tuning.plan import Role
 from .summary import paused, percentages, shares
 
 TIMED_EVERY = 16
@@ -196,25 +197,25 @@ class Stats:
         self.decode_time += seconds
         self.wait_time += waited
 
-    def count_cycle(self, drafted: int, accepted: int, source: str, forced: int = 0) -> None:
+    def count_cycle(self, drafted: int, accepted: int, source: str, forced: int = 0, role: Role = Role.MODEL) -> None:
         """Count a cycle that verified `drafted` drafts from `source` and accepted `accepted` of them.
 
-        forced: number of first drafts that a grammar forces, which count as the grammar's. Drafts of "lookup" and
-        "grammar" are counted apart, without depth. `whole`, if set, counts the cycle too.
+        forced: number of first drafts that a grammar forces, which count as the grammar's. role: of the drafter;
+        copies and drafts of a grammar are counted without depth. `whole`, if set, counts the cycle too.
         """
         if self.whole is not None:
-            self.whole.count_cycle(drafted, accepted, source, forced)
+            self.whole.count_cycle(drafted, accepted, source, forced, role)
         self.cycles += 1
         self.lengths[drafted] += 1
-        if source == "lookup":
+        if role is Role.COPY:
             self.lookups += 1
             self.lookup_drafted += drafted
             self.lookup_accepted += accepted
             return
-        forced = drafted if source == "grammar" else forced
+        forced = drafted if role is Role.GRAMMAR else forced
         self.grammar_drafted += forced
         self.grammar_accepted += min(accepted, forced)
-        if source == "grammar":
+        if role is Role.GRAMMAR:
             return
         self._deepen(drafted)
         if drafted > forced:

@@ -14,7 +14,7 @@ from operator import mul
 from types import MappingProxyType
 
 from .costs import ALLOWANCE, DECAY, PRIOR_WEIGHT, Costs, Growth, dense
-from .plan import PLAIN, SHORTEST, Choice, Cycle, Plan, ladder
+from .plan import NAMES, PLAIN, SHORTEST, Choice, Cycle, Plan, Role, ladder
 
 EARNED = 0.013  # plain steps that each plain step adds to the budget
 PRIOR_ACCEPTANCE = 0.6  # share of accepted drafts before any was verified
@@ -26,10 +26,10 @@ DRAFT_BONUS, PLAIN_BONUS = 0.25, 0.7  # shares of the rate that are added withou
 class Controller:
     """Plans each cycle from the observed ones; `plan` may be called before the previous cycle is observed.
 
-    max_drafts, max_lookup: maximum drafts of `source` and of prompt lookup, 0 for none. others: maximum drafts of
+    max_drafts, max_lookup: maximum drafts of the model's drafter and of prompt lookup, 0 for none. others: those of
     other names of the same drafter, which must read the same pending rows first. p_min: whether to try plans that
     read the drafter's confidence. masked: whether to try plans that mask all drafts by a grammar. known: costs
-    measured in earlier sequences; they are copied. source: the drafter's name in plans. growth: how the cost of a
+    measured in earlier sequences; they are copied. names: the drafters' names in plans. growth: how the cost of a
     cycle grows with its drafts, for lengths that were not measured.
     """
 
@@ -41,16 +41,17 @@ class Controller:
         p_min: bool = False,
         masked: bool = False,
         known: Costs | None = None,
-        source: str = "heads",
+        names: Mapping[Role, str] = MappingProxyType(NAMES),
         others: Mapping[str, int] = MappingProxyType({}),
         growth: Growth = dense,
     ):
         self.costs = copy.deepcopy(known) or Costs()
         self.costs.growth = growth
+        self.names, source = names, names[Role.MODEL]
         most = {source: max_drafts, **others}
         self.own = {name: [Plan(name, k) for k in ladder(longest)] for name, longest in most.items() if longest}
         self.stepwise = [Plan(source, k, stepwise=True) for k in ladder(max_drafts) if k > 1 and masked]
-        self.lookups = [Plan("lookup", k) for k in sorted({3, 7, max_lookup}) if 0 < k <= max_lookup]
+        self.lookups = [Plan(names[Role.COPY], k) for k in sorted({3, 7, max_lookup}) if 0 < k <= max_lookup]
         self.confident = {name: Plan(name, plans[-1].k, p_min=True) for name, plans in self.own.items() if p_min}
         self.paused = ""  # why the last planned cycle does not draft; empty if it drafts, cannot draft or measures
         self._began = False  # whether the first cycle has finished, which is always slow
@@ -75,7 +76,7 @@ class Controller:
         if not costs.plain_first and (choices := self._choices(matched, pending)):
             best = max((plain, *(c for c in choices if c.risk <= spare)), key=self._score)
             hope = max(choices, key=lambda c: c.rate)
-            kind = hope.plan.kind(matched)
+            kind = self.kind_of(hope.plan, matched)
             if hope.rate < 1 and hope.risk <= spare and costs.retry_at.get(kind, 0.0) <= costs.elapsed:
                 best = hope
                 costs.retry_at[kind] = costs.elapsed + (hope.risk + 1 - hope.tokens) / EARNED
@@ -83,7 +84,7 @@ class Controller:
             self.paused = "" if best is not plain else str(hope) if hope.rate < 1 else risky
             best = self._retried(best, choices, spare)
         costs.plain_first = max(0, costs.plain_first - 1)
-        self._risk, self._kind = best.risk, best.plan.kind(matched)
+        self._risk, self._kind = best.risk, self.kind_of(best.plan, matched)
         return best.plan
 
     def _why_risky(self, hope: Choice) -> str:
@@ -99,7 +100,7 @@ class Controller:
         """
         if self._measures:
             return planned
-        choices = [self._after_forced(Plan("grammar", k), forced) for k in ladder(max(forced))]
+        choices = [self._after_forced(Plan(self.names[Role.GRAMMAR], k), forced) for k in ladder(max(forced))]
         now = self._after_forced(planned, forced) if planned.k else Choice(PLAIN, 1.0, 1.0)
         best = max((now, *(c for c in choices if c.risk <= self._spare)), key=self._score)
         self._risk, self.paused = best.risk, "" if best.plan.k else self.paused
@@ -118,13 +119,13 @@ class Controller:
         costs.elapsed += steps
         if plan.p_min:
             costs.weights[plan] = costs.weights.get(plan, 0.0) + 1
-            self._count(plan.kind(0), (cycle.accepted + 1.0, steps))
+            self._count(plan.kind, (cycle.accepted + 1.0, steps))
         elif plan.k:
             reached = range(int(min(cycle.accepted + 1, cycle.verified)))
             depths = cycle.depths or [(float(depth < cycle.accepted), 1.0) for depth in reached]
-            self._count(plan.kind(cycle.matched), *depths)
+            self._count(self.kind_of(plan, cycle.matched), *depths)
             if any(seen for _, seen in cycle.forced):
-                self._count("grammar", *cycle.forced)
+                self._count(self.names[Role.GRAMMAR], *cycle.forced)
             if len(self.own) > 1 and plan.source in self.own and cycle.verified:
                 self._compete(plan, *depths[0])
 
@@ -140,10 +141,14 @@ class Controller:
             self._count(other)
         if not seen:
             return
-        kind = plan.kind(0)
+        kind = plan.kind
         counts, self._missed[kind] = self.costs.counts[kind], 0 if right else self._missed.get(kind, 0) + 1
         if self._missed[kind] and (1 - counts[0][0] / counts[0][1]) ** self._missed[kind] < UNLIKELY:
             self.costs.counts[kind] = [[FORGET * right, FORGET * seen] for right, seen in counts]
+
+    def kind_of(self, plan: Plan, matched: int) -> str:
+        """Return the name under which acceptance of a plan's drafts is counted. matched: as in `plan`."""
+        return f"{plan.source} {min(matched, 16).bit_length()}" if plan.source == self.names[Role.COPY] else plan.kind
 
     def _score(self, choice: Choice) -> float:
         bonus = DRAFT_BONUS if choice.plan.k and not choice.plan.p_min else PLAIN_BONUS
@@ -160,7 +165,7 @@ class Controller:
         if not best.plan.k or best.plan.source not in self.own or not others or spare < ALLOWANCE / 2:
             return best
         other = max(others, key=lambda c: (c.plan.k, c.rate))
-        if costs.retry_at.get(kind := other.plan.kind(0), 0.0) > costs.elapsed:
+        if costs.retry_at.get(kind := other.plan.kind, 0.0) > costs.elapsed:
             return best
         costs.retry_at[kind] = costs.elapsed + other.steps / EARNED
         return other
@@ -177,13 +182,13 @@ class Controller:
             choices += (own := self._expect(source, plans, rows))
             if sure := self.confident.get(source):  # its rate is measured as a whole: its length depends on the text
                 like = max(own, key=lambda c: c.rate)
-                gave, took = costs.counts.get(sure.kind(0), [[0.0, 0.0]])[0]
+                gave, took = costs.counts.get(sure.kind, [[0.0, 0.0]])[0]
                 rate = (PRIOR_WEIGHT * like.tokens + gave) / (PRIOR_WEIGHT * like.steps + took)
                 choices.append(Choice(sure, rate * like.steps, like.steps, rows))
         longest = max(1, 2 * max(p.k for p in costs.levels))  # at most twice the longest measured plan
         choices = [c for c in choices if c.plan.k <= longest or (c.plan.p_min and longest > 2)]
         if matched >= SHORTEST and self.lookups:
-            copied = self._expect(self.lookups[0].kind(matched), self.lookups)
+            copied = self._expect(self.kind_of(self.lookups[0], matched), self.lookups)
             choices += [c for c in copied if c.plan.k <= max(3, longest + 1)]  # 3, 7, 15: twice the rows
         return choices
 
@@ -205,15 +210,15 @@ class Controller:
         """
         tokens = 0.0
         for most in forced:
-            first = 0 if plan.source == "lookup" else min(most, plan.k)
-            rest = 0 if plan.source == "grammar" else plan.k - first
-            rates = [*self._rates("grammar", first), *self._rates(self._kind, rest)]
+            first = 0 if plan.source == self.names[Role.COPY] else min(most, plan.k)
+            rest = 0 if plan.source == self.names[Role.GRAMMAR] else plan.k - first
+            rates = [*self._rates(self.names[Role.GRAMMAR], first), *self._rates(self._kind, rest)]
             tokens += 1 + sum(accumulate(rates, mul))
         return Choice(plan, tokens / len(forced), self.costs.steps(plan))
 
     def _rates(self, kind: str, depths: int) -> list[float]:
         """Return the estimated share of accepted drafts of a kind at each depth, if all before were accepted."""
-        p, rates = PRIOR_FORCED if kind == "grammar" else PRIOR_ACCEPTANCE, []
+        p, rates = PRIOR_FORCED if kind == self.names[Role.GRAMMAR] else PRIOR_ACCEPTANCE, []
         for right, seen in islice(chain(self.costs.counts.get(kind, []), repeat((0.0, 0.0))), depths):
             p = (PRIOR_WEIGHT * p + right) / (PRIOR_WEIGHT + seen)
             rates.append(p)

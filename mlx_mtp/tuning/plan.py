@@ -1,21 +1,34 @@
 """Define a cycle's plan, its estimated cost and its outcome, and a control with a fixed plan."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
 from typing import NamedTuple
 
 SHORTEST = 3  # minimum length of a match for prompt lookup
 STAY = 8  # cycles over which the cost of resuming the drafter is spread
 
 
+class Role(Enum):
+    """What a drafter's drafts depend on. It determines how they are planned, limited and counted."""
+
+    MODEL = "the hidden rows or tokens: acceptance is counted per depth"
+    COPY = "an earlier copy of the last tokens: acceptance is counted by the length of the match"
+    GRAMMAR = "the grammar: drafters of the model draft behind the tokens that it forces"
+
+
+NAMES = {Role.MODEL: "heads", Role.COPY: "lookup", Role.GRAMMAR: "grammar"}  # of drafters in plans, by default
+
+
 @dataclass(frozen=True)
 class Plan:
     """What one cycle drafts.
 
-    source: "lookup" for prompt lookup, "grammar" for a grammar's own drafts, else a name of the model's
-    drafter. k: maximum number of drafts, 0 for a plain step. p_min: whether the drafter's confidence is read, and
-    only the leading confident drafts are verified. stepwise: with a grammar, the host reads each draft before the
-    next one is made, and all are masked; otherwise only those that the grammar forces, and the first one after them.
+    source: a name of the drafter (`Drafter.source` and `others`). k: maximum number of drafts, 0 for a plain step.
+    p_min: whether the drafter's confidence is read, and only the leading confident drafts are verified. stepwise:
+    with a grammar, the host reads each draft before the next one is made, and all are masked; otherwise only those
+    that the grammar forces, and the first one after them.
     """
 
     source: str = "heads"
@@ -23,11 +36,10 @@ class Plan:
     p_min: bool = False
     stepwise: bool = False
 
-    def kind(self, matched: int) -> str:
-        """Return the name under which acceptance is counted; lookups are grouped by the length of the match."""
-        if self.source != "lookup":
-            return f"confident {self.source}" if self.p_min else "stepwise" if self.stepwise else self.source
-        return f"lookup {min(matched, 16).bit_length()}"
+    @property
+    def kind(self) -> str:
+        """The name under which acceptance is counted; that of copies also depends on the length of the match."""
+        return f"confident {self.source}" if self.p_min else "stepwise" if self.stepwise else self.source
 
 
 PLAIN = Plan()
@@ -106,19 +118,21 @@ def by_depth(sequences: Sequence[Accepted], verified: int) -> dict[str, tuple[tu
 
 
 class Fixed:
-    """A control that plans k drafts of `source` in each cycle, and ignores outcomes.
+    """A control that plans k drafts of the model's drafter in each cycle, and ignores outcomes.
 
     With max_lookup above 0 it plans max_lookup drafts of prompt lookup where SHORTEST or more tokens match. p_min:
-    whether plans with drafts of `source` read the drafter's confidence.
+    whether plans of the model's drafter read its confidence. names: the drafters' names in plans.
     """
 
-    def __init__(self, k: int, *, max_lookup: int = 0, p_min: bool = False, source: str = "heads"):
-        self.k, self.max_lookup, self.p_min, self.source = k, max_lookup, p_min, source
+    def __init__(
+        self, k: int, *, max_lookup: int = 0, p_min: bool = False, names: Mapping[Role, str] = MappingProxyType(NAMES)
+    ):
+        self.k, self.max_lookup, self.p_min, self.names = k, max_lookup, p_min, names
 
     def plan(self, matched: int = 0, pending: int = 0) -> Plan:
         if self.max_lookup and matched >= SHORTEST:
-            return Plan("lookup", self.max_lookup)
-        return Plan(self.source, self.k, self.p_min and self.k > 0)
+            return Plan(self.names[Role.COPY], self.max_lookup)
+        return Plan(self.names[Role.MODEL], self.k, self.p_min and self.k > 0)
 
     def observe(self, cycle: Cycle) -> None:
         pass

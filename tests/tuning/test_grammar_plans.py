@@ -51,7 +51,7 @@ def taught(**rates):
 
 
 def redrafted(control, planned, forced):
-    control._measures, control._spare, control._kind = False, 9.0, planned.kind(9)
+    control._measures, control._spare, control._kind = False, 9.0, control.kind_of(planned, 9)
     return control.redraft(planned, forced)
 
 

@@ -7,11 +7,13 @@ from sweep import sampled
 
 from mlx_mtp.tuning.controller import Controller
 from mlx_mtp.tuning.costs import ALLOWANCE
-from mlx_mtp.tuning.plan import PLAIN, Accepted, Cycle, Plan, by_depth
+from mlx_mtp.tuning.plan import NAMES as DEFAULTS
+from mlx_mtp.tuning.plan import PLAIN, Accepted, Cycle, Plan, Role, by_depth
 
 COSTS = {"block": lambda k: 1.25 + 0.06 * k, "heads": lambda k: 1.05 + 0.12 * k}  # plain steps of a cycle
 ROW, UNREAD = 0.01, 64  # plain steps per row after a pause, and the maximum of these rows
 TOKENS = 1200
+NAMES = {**DEFAULTS, Role.MODEL: "block"}
 
 
 def decode(rates, seed: int, **limits) -> tuple[float, list[tuple[int, Plan]]]:
@@ -19,7 +21,7 @@ def decode(rates, seed: int, **limits) -> tuple[float, list[tuple[int, Plan]]]:
 
     rates: share of accepted drafts of each source, by the number of tokens before a cycle.
     """
-    draws, control = random.Random(seed), Controller(source="block", **limits)
+    draws, control = random.Random(seed), Controller(names=NAMES, **limits)
     tokens, steps, pending, cycles, plan = 0, 0.0, 0, [], control.plan()
     while tokens < TOKENS:
         accepted, cost, prefilled = 0, 1.0, 0
@@ -91,20 +93,20 @@ def test_both_under_a_grammar(seed):
 
 
 def test_each_source_has_its_own_limit_and_its_own_confidence():
-    control, seen = Controller(source="block", max_drafts=4, others={"heads": 2}, p_min=True), set()
+    control, seen = Controller(names=NAMES, max_drafts=4, others={"heads": 2}, p_min=True), set()
     for _ in range(400):
         plan = control.plan()
         assert plan.k <= {"block": 4, "heads": 2}[plan.source] or plan == PLAIN
         seen.add((plan.source, plan.p_min)) if plan.k else None
         control.observe(Cycle(plan, plan.k, 0.5 * plan.k, 0.01 * (1 + 0.01 * plan.k)))
     assert {("block", False), ("heads", False)} <= seen
-    assert Plan("block", 4, p_min=True).kind(0) != Plan("heads", 2, p_min=True).kind(0)
-    assert not Controller(source="block", max_drafts=4, others={"heads": 0}).own.keys() - {"block"}
+    assert Plan("block", 4, p_min=True).kind != Plan("heads", 2, p_min=True).kind
+    assert not Controller(names=NAMES, max_drafts=4, others={"heads": 0}).own.keys() - {"block"}
 
 
 def after(*cycles: tuple[str, Accepted], **limits) -> Controller:
     """Return a controller after cycles of three drafts at equal costs: (source, its counts)."""
-    control = Controller(source="block", max_drafts=3, others={"heads": 3}, **limits)
+    control = Controller(names=NAMES, max_drafts=3, others={"heads": 3}, **limits)
     for source, counts in cycles:
         control.observe(Cycle(Plan(source, 3), 3, counts.accepted, 0.01, **by_depth([counts], 3)))
     return control

@@ -1,6 +1,7 @@
 """Find the drafters of a model; each kind is a file in this directory."""
 
 from ...layers.target import Target
+from ...tuning.plan import NAMES, Role
 from .drafter import Drafter
 from .forced import Forced
 from .heads import Heads
@@ -13,6 +14,15 @@ KINDS = (Heads.of,)  # tried in this order for a model without a drafter of its 
 def drafter_of(model: Target) -> Drafter | None:
     """Return a model's drafter: `model.drafter` if set, else its MTP heads as `Heads`, else None."""
     return getattr(model, "drafter", None) or next((d for kind in KINDS if (d := kind(model))), None)
+
+
+def names_of(model: Target) -> dict[Role, str]:
+    """Return the names in plans of the model's drafter, of prompt lookup and of `Forced`; see `Drafter.role`.
+
+    Without a drafter the first one is that of `NAMES`.
+    """
+    own = drafter_of(model)
+    return {**NAMES, **{drafter.role: drafter.source for drafter in (own, Lookup, Forced) if drafter}}
 
 
 def drafters_of(model: Target, max_lookup: int) -> dict[str, Drafter]:

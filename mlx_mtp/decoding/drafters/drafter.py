@@ -9,7 +9,7 @@ from ...cache.layer_cache import CacheKind
 from ...cache.prompt_cache import PromptCache
 from ...cache.step_cache import StepCache
 from ...layers.target import Target
-from ...tuning.plan import Plan
+from ...tuning.plan import Plan, Role
 from ..members import Members
 from ..run import Drafts, Run
 
@@ -42,6 +42,7 @@ class Drafter(Protocol):
     """Proposes drafts after the rows of a run. These defaults suit a drafter without caches or weights.
 
     source:  its name in plans. most, usual: maximum drafts per cycle, and by default, 0 for the heads' default.
+    role:    what its drafts depend on; the control, the limits and the statistics read it.
     others:  other names in plans, of a drafter with several ways to draft: the maximum of an adaptive cycle of each.
     spare:   number of its first caches that it does not need in cycles of one sequence, by name in plans.
     in_step: `propose` depends on arrays only, and is recorded with the step. Otherwise it runs before the step.
@@ -56,6 +57,7 @@ class Drafter(Protocol):
     """
 
     source: str = "heads"
+    role: Role = Role.MODEL
     most: int
     others: Mapping[str, int] = {}
     spare: Mapping[str, int] = {}
@@ -68,6 +70,10 @@ class Drafter(Protocol):
     absorbs: bool = False
     row_counts: Mapping[str, tuple[int, ...]] = {}
     reads: tuple[int, ...] = ()
+
+    def limit(self, sequence: Any) -> int:
+        """Return the maximum number of drafts that a sequence (`Sequence`) accepts from this drafter in a cycle."""
+        return sequence.k
 
     def pending(self, hidden: mx.array) -> mx.array:
         """Return what the backlog stores of hidden rows [1, r, H] until the drafter reads them: r rows."""

@@ -1,8 +1,11 @@
 """Draft the tokens that each sequence's grammar forces, or that probably follow its text (`Matcher.drafts`)."""
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 
+from ...tuning.plan import Role
 from ..run import Drafts, Run
 from .drafter import Drafter, Frame
 
@@ -15,10 +18,14 @@ class Forced(Drafter):
     """
 
     source = "grammar"
+    role = Role.GRAMMAR
     in_step = False
 
     def __init__(self, most: int):
         self.most = most
+
+    def limit(self, sequence: Any) -> int:
+        return sequence.most_forced
 
     def propose(self, frame: Frame, run: Run, k: int) -> Drafts:
         drafts = np.zeros((len(frame.members), k), np.int32)

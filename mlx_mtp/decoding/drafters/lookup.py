@@ -4,9 +4,12 @@ The host finds the copies of the tokens that it has read. Those of the cycle tha
 device, so such a cycle is built ahead like any other. Source of the idea: Saxena, "Prompt Lookup Decoding" (2023).
 """
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 
+from ...tuning.plan import Role
 from ..history import TokenHistory
 from ..run import Drafts, Run
 from .drafter import Drafter, Frame
@@ -21,10 +24,14 @@ class Lookup(Drafter):
     """
 
     source = "lookup"
+    role = Role.COPY
     in_step = False
 
     def __init__(self, most: int):
         self.most = most
+
+    def limit(self, sequence: Any) -> int:
+        return sequence.max_lookup
 
     def propose(self, frame: Frame, run: Run, k: int) -> Drafts:
         found = []
