@@ -109,6 +109,25 @@ def test_a_kind_of_drafter_is_in_its_places():
     assert all(f"`{name}.py`" in text and (ROOT / f"mlx_mtp/models/{name}.py").exists() for name in DRAFTERS)
 
 
+def test_places_that_name_a_kind_of_drafter_are_listed():
+    text, package = section("drafter"), ROOT / "mlx_mtp"
+    kinds = {"Block", "BlockNetwork", "Heads", "HeadsAndBlock", "SmallModel"}
+    for path in package.rglob("*.py"):
+        room, name = path.relative_to(package).parts[0], f"{path.parent.name}/{path.name}"
+        names = names_of(path.read_text()) if room in ("checkpoint", "lossless", "bench", "serve", "cli") else set()
+        assert not names & kinds or name in text, name
+
+
+def test_no_name_of_a_drafter_is_compared():
+    for path in (ROOT / "mlx_mtp").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            assert not (
+                any(isinstance(side, ast.Attribute) and side.attr == "source" for side in sides)
+                and any(isinstance(side, ast.Constant) and side.value for side in sides)
+            ), f"{path}:{node.lineno}"
+
+
 def test_a_kind_of_cache_is_in_its_places():
     text = section("kind of cache")
     assert all(f"`{pool.__name__}`" in text for pool in slots.POOLS.values())

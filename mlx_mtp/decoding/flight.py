@@ -5,7 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..tuning.plan import Accepted, Plan, Role
+from ..tuning.plan import Accepted, Plan
 from .cycle_masks import CycleMasks
 from .drafters.drafter import Drafter, Frame
 from .run import NO_DRAFTS, Drafts, Run
@@ -69,19 +69,12 @@ class Flight:
         """The sequences that are not finished."""
         return [sequence for sequence in self.rows if sequence and not sequence.finished]
 
-    @property
-    def role(self) -> Role:
-        """What the plan's drafts depend on."""
-        return self.drafter.role if self.drafter else Role.MODEL
-
     def accepts(self, row: int, verified: int) -> int:
         """Return the number of drafts that the sequence of a row may accept of those verified; -1 for a free slot."""
-        sequence = self.rows[row]
-        if sequence is None:
+        if (sequence := self.rows[row]) is None:
             return -1
-        if self.drafter is None:
-            return 0
-        return min(self.forced[row] if self.forced else self.drafter.limit(sequence), verified)
+        most = self.forced[row] if self.forced else self.drafter.limit(sequence) if self.drafter else 0
+        return min(most, verified)
 
     def counts(self, row: int, accepted: int, verified: int) -> Accepted:
         """Return the counts of a row's drafts, of which `verified` were verified and `accepted` were accepted."""

@@ -197,14 +197,15 @@ class Stats:
         self.decode_time += seconds
         self.wait_time += waited
 
-    def count_cycle(self, drafted: int, accepted: int, source: str, forced: int = 0, role: Role = Role.MODEL) -> None:
+    def count_cycle(self, drafted: int, accepted: int, source: str, forced: int = 0, drafter: Any = None) -> None:
         """Count a cycle that verified `drafted` drafts from `source` and accepted `accepted` of them.
 
-        forced: number of first drafts that a grammar forces, which count as the grammar's. role: of the drafter;
-        copies and drafts of a grammar are counted without depth. `whole`, if set, counts the cycle too.
+        forced: number of first drafts that a grammar forces, which count as the grammar's. drafter: None for
+        a plain step; copies and drafts of a grammar are counted without depth. `whole`, if set, counts the cycle too.
         """
         if self.whole is not None:
-            self.whole.count_cycle(drafted, accepted, source, forced, role)
+            self.whole.count_cycle(drafted, accepted, source, forced, drafter)
+        role = drafter.role if drafter else Role.MODEL
         self.cycles += 1
         self.lengths[drafted] += 1
         if role is Role.COPY:
