@@ -181,7 +181,7 @@ class Driver:
                 raise refused
             if ahead is None and not seating.defers and last.active and not seating.stopping:
                 self._begin(last)
-            elif ahead and ahead.active and not seating.stopping:
+            elif ahead and not seating.stopping:
                 self._submit(last, with_forced(seating, last, ahead))
         except TROUBLE as e:
             self._take(e)

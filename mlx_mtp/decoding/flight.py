@@ -19,9 +19,8 @@ Rows = list[Sequence | None]  # the sequence of each row of a pass; None for a f
 class Flight:
     """A cycle from its plan until its tokens are read. Each function sets the fields of its own phase.
 
-    plan:    control, plan. matched: the longest repeated suffix of a sequence with prompt lookup, in tokens. late:
-             whether it is begun after the previous cycle was read. forced: for a plan of "grammar", per row the
-             number of drafts that the sequence's grammar forces; else [].
+    plan:    control, plan. matched: length of the match for prompt lookup. late: built after the previous cycle was
+             read. forced: if the plan is of a grammar's drafts, their number for each row; else [].
     arrange: rows: the sequence of each row. before: mark of the step cache before the step, for another plan; None
              if the cycle has other sequences, or other caches of the drafter, than the one before. prefilled: rows
              that a paused drafter read for it, or reads in its step.
@@ -32,9 +31,8 @@ class Flight:
              was used. built: the host's seconds.
     submit:  base: position of the first row of a lone sequence. after: mark of the step cache after it, in a pool
              from `build` on. failed: MLX could not evaluate it.
-    read:    was_read. context: position of the first row, of the longest sequence. kept: for each sequence that was
-             not finished, the counts of its drafts. seconds: None if not measured. why_late: why the next cycle
-             cannot be built before this one is read; None if it can, "" for the first.
+    read:    was_read. context: position of the longest sequence's first row. kept: counts of each unfinished sequence.
+             seconds: None if not measured. why_late: why the next cycle is built late; None: it is not; "": the first.
     """
 
     rows: Rows
@@ -45,23 +43,23 @@ class Flight:
     prefilled: int = 0
     late: bool = False
     forced: list[int] = field(default_factory=list)
-    drafter: Drafter | None = None
+    drafter: Drafter | None = field(default=None, init=False)
     frame: Frame = field(init=False)
     given: Run = field(init=False)
-    drafts: Drafts = NO_DRAFTS
-    masks: CycleMasks | None = None
-    passed: Passed | None = None
-    most: mx.array | None = None
+    drafts: Drafts = field(default=NO_DRAFTS, init=False)
+    masks: CycleMasks | None = field(default=None, init=False)
+    passed: Passed | None = field(default=None, init=False)
+    most: mx.array | None = field(default=None, init=False)
     run: Run = field(init=False)
-    replayed: bool = False
-    built: float = 0.0
-    base: int = 0
-    after: Any = None
-    failed: bool = False
-    was_read: bool = False
-    context: int = 0
-    kept: list[Accepted] = field(default_factory=list)
-    seconds: float | None = None
+    replayed: bool = field(default=False, init=False)
+    built: float = field(default=0.0, init=False)
+    base: int = field(default=0, init=False)
+    after: Any = field(default=None, init=False)
+    failed: bool = field(default=False, init=False)
+    was_read: bool = field(default=False, init=False)
+    context: int = field(default=0, init=False)
+    kept: list[Accepted] = field(default_factory=list, init=False)
+    seconds: float | None = field(default=None, init=False)
     why_late: str | None = None
 
     @property

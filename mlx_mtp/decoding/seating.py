@@ -1,7 +1,7 @@
 """Define what a driver needs of the step cache of its sequences: of one on its own cache, or of several in a pool."""
 
 from concurrent.futures import Executor
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -28,7 +28,7 @@ class Options(NamedTuple):
     compile_cycles: bool | None = None
 
 
-class Seating(Protocol):
+class Seating:
     """The sequences of a step cache (`Alone`: one, `Pooled`: several), and how the cache follows a cycle.
 
     drafters: by their names in plans. compiled: replays recorded cycles; None to build every cycle. stats: counts new
