@@ -31,8 +31,8 @@ class Flight:
              was used. built: the host's seconds.
     submit:  base: position of the first row of a lone sequence. after: mark of the step cache after it, in a pool
              from `build` on. failed: MLX could not evaluate it.
-    read:    was_read. context: position of the longest sequence's first row. kept: counts of each unfinished sequence.
-             seconds: None if not measured. why_late: why the next cycle is built late; None: it is not; "": the first.
+    read:    was_read. context: position of the longest sequence's first row. kept: of each unfinished sequence.
+             seconds: None if not measured. why_late: why the next cycle is built late; None if not; "": the first.
     """
 
     rows: Rows
