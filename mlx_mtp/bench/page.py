@@ -14,7 +14,7 @@ from rich.text import Text
 from . import plots
 from .decode_tables import by_category, categories, overall, settings
 from .kernels import speed_table, traffic_table
-from .panels import BarPanel, Found, GridPanel, LinePanel, Panel, RangePanel, panels, subject
+from .panels import BarPanel, Found, GridPanel, LinePanel, Panel, panels, subject
 from .parallel import table as parallel_table
 from .profile_report import phase_table
 from .result import named, new_table
@@ -120,10 +120,6 @@ def numbers_of(panel: Panel) -> Table:
         case GridPanel():
             corner, columns = f"{panel.unit}, by {panel.x_label}", panel.columns
             rows = [(row, *line) for row, line in zip(panel.rows, panel.values, strict=True)]
-        case RangePanel():
-            columns = [panel.span_label, *panel.marks]
-            spans = [f"{low:.4g} to {high:.4g}" for low, high in panel.spans]
-            rows = zip(panel.rows, spans, *panel.marks.values(), strict=True)
     table = new_table(None, corner, *columns)
     for row in rows:
         table.add_row(*(x if isinstance(x, str) else "" if x is None else f"{x:.4g}" for x in row))

@@ -142,7 +142,7 @@ def plot(files: tuple[Path, ...], **flags: Any) -> None:
     """Draw results of other commands as a picture or a page.
 
     FILES are results that other commands wrote with --out; give --plot, --html or both. The pictures show costs and
-    speeds, acceptance by kind of prompt, phases, and published times relative to their floor.
+    speeds, acceptance by kind of prompt, and phases.
     """
     from ..bench import result
 

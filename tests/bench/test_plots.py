@@ -14,7 +14,7 @@ from results import decode_result, kernels_result, profile_result, verify_result
 from sweep import sampled
 
 from mlx_mtp.bench import page, panels, plots, result
-from mlx_mtp.bench.panels import BarPanel, GridPanel, LinePanel, RangePanel
+from mlx_mtp.bench.panels import BarPanel, GridPanel, LinePanel
 
 DARK_TOO = ("decode at contexts", "verify", "profile")
 DRAWN = [*((name, "light") for name in RESULTS), *((name, "dark") for name in DARK_TOO)]
@@ -74,7 +74,7 @@ def test_axes_have_names_with_units(name, made):
                 assert ax.get_ylim()[0] == 0
                 assert re.search(r"tokens/s|T\(1\)", panel.y_label)
                 assert [t.get_text() for t in ax.get_legend().get_texts()] == [s.label for s in panel.series]
-            case BarPanel() | RangePanel():
+            case BarPanel():
                 assert "ms" in panel.x_label
                 assert ax.get_xlim()[0] == 0
             case GridPanel():
@@ -104,14 +104,6 @@ def test_intervals_are_drawn_to_scale():
     for series, segments in zip(panel.series, bars, strict=True):
         ends = [(min(s[:, 1]), max(s[:, 1])) for s in segments]
         assert ends == [pytest.approx(pair) for pair in zip(series.low, series.high, strict=True)]
-
-
-def test_marks_and_ranges_follow_the_data():
-    panel, ax = drawn("model")[2]
-    shown = {line.get_label(): line for line in ax.get_lines() if not line.get_label().startswith("_")}
-    assert {name: list(line.get_xdata()) for name, line in shown.items()} == panel.marks
-    (spans,) = (c for c in ax.collections if c.get_label() == panel.span_label)
-    assert [(s[0][0], s[1][0]) for s in spans.get_segments()] == panel.spans
 
 
 def test_bars_have_the_length_of_the_data():
@@ -176,15 +168,11 @@ def test_phases_and_unexplained_time_sum_to_the_wall_time(made):
     assert last.parts["draft"][1] == 0 < last.parts["draft"][0]
 
 
-def test_the_model_next_to_the_documents(made):
-    curve, cycles, ranges = panels.panels(made("model"))
+def test_the_model_is_drawn_as_a_curve_and_as_cycles(made):
+    curve, cycles = panels.panels(made("model"))
     assert [s.label for s in curve.series][-2:] == ["stock MLX, predicted", "ours, predicted"]
     assert all(s.y[0] == 1 for s in curve.series)
     assert cycles.bars[:3] == ["plain, floor", "plain, stock MLX", "plain, ours"]
-    assert len(ranges.rows) == 12
-    assert ranges.marks["published"][3] == pytest.approx(1e3 * 3.06 / 40.03)
-    for (low, high), mark in zip(ranges.spans, ranges.marks["floor, routed as published"], strict=True):
-        assert low <= mark <= high
     dense = panels.panels(made("model, dense"))
     assert [s.label for s in dense[0].series] == ["floor", "stock MLX, predicted", "ours, predicted"]
     assert len(dense) == 2
@@ -291,7 +279,7 @@ TABLES = {
     "kernels, emulated": (lambda: kernels_result(timed=False), 1, ["8.00x"]),
     "profile": (lambda: profile_result(noise=0), 1, ["  build the verify", "12.00", "0.50"]),
     "decode": (lambda: decode_result((512, 4096), noise=0), 4, ["adaptive", "90%/70%/40%", "100.0"]),
-    "model": (model_result, 6, ["plain step", "75.9 (3.1/3.4/5.8x)"]),
+    "model": (model_result, 4, ["plain step", "verify"]),
 }
 
 
@@ -316,7 +304,7 @@ def test_the_numbers_below_a_picture_are_its_data(made):
                 case BarPanel():
                     assert cells[0] == panel.bars
                     assert cells[-1] == [f"{sum(x):.4g}" for x in zip(*panel.parts.values(), strict=True)]
-                case GridPanel() | RangePanel():
+                case GridPanel():
                     assert cells[0] == panel.rows
 
 

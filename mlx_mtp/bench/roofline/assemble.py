@@ -1,4 +1,4 @@
-"""Assemble the result of `mlx-mtp bench model`: floors, predictions, measured times, documents, errors."""
+"""Assemble the result of `mlx-mtp bench model`: floors, predictions, measured times, errors."""
 
 import re
 import warnings
@@ -13,7 +13,6 @@ from ...layers.port import Port
 from ...machine.paths import expanded
 from ..decode_tables import rows as loop_rows
 from ..decode_tables import settings
-from ..documents import MODEL, documents
 from ..random_model import shaped_model
 from ..result import result
 from ..timing import measured as interval
@@ -26,7 +25,7 @@ from .phases import CYCLE, DRAFT, PLAIN, ROWS, VERIFY, floors, formats, kernels,
 
 Found = dict[str, Any]
 Time = tuple[int, str, int, str, float]  # context, phase, rows M, side, seconds
-DEMO = "demo"
+MODEL, DEMO = "Step-3.5-Flash", "demo"
 ALIKE = 0.8  # minimum ratio of bytes of two models that count as the same; vectors are not counted here
 NEAR = 256  # tokens by which contexts may differ: prompts vary in length, and a profile does not store its own
 
@@ -132,7 +131,6 @@ def bench_model(
             "lines": by_drafts(model, assumed, fitted_chips(), context, drafts),
         }
     found["measured"] = [line for other in results for line in nearest(other, context)]
-    found["documents"] = documents(fitted_chips()) if subject.name == MODEL else []
     return result("model", facts, {"context": context, "rows": rows}, **found, validation=fitted["validation"])
 
 
