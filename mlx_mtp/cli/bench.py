@@ -1,7 +1,6 @@
 """Define the commands of `mlx-mtp bench` that load no model (kernels, model, plot), and the group itself."""
 
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from .bench_options import (
     console,
     draw,
     finish,
-    numbers,
     picture_options,
     report,
     result_options,
@@ -25,10 +23,6 @@ from .together import check_command
 
 MOST_ROWS, USUAL_ROWS, QUICK_ROWS = 32, 8, 4
 CONTEXT = 4096
-BLOCK_RATES = (
-    "Assume that this share of a block drafter's drafts is accepted, each after an accepted one, such as 0.9,0.85; "
-    "later drafts have the last.  [default: published figures]"
-)
 
 
 @click.group(invoke_without_command=True)
@@ -94,9 +88,7 @@ def kernels(**flags: Any) -> None:
 @option(
     "--ranks", type=IntRange(1), default=1, help="Number of machines: also the traffic between them, over two links."
 )
-@option("--block-rates", callback=partial(numbers, float), help=BLOCK_RATES)
-@option("--head-rates", callback=partial(numbers, float), help="The same for MTP heads.")
-@option("--quick", is_flag=True, help="Only verifies of 2 and 4 rows, and 3 and 7 drafts of a block.")
+@option("--quick", is_flag=True, help="Only verifies of 2 and 4 rows.")
 @result_options
 def model(**flags: Any) -> None:
     """Predict a model's byte floor and times on a chip.
@@ -104,9 +96,6 @@ def model(**flags: Any) -> None:
     No model runs. The floor of a phase is the bytes that it must read: shared weights, each expert that its rows
     visit once, LM head, KV caches, and recurrent states, which it also writes. A cost model with two constants per
     chip, fitted to published times of M <= 2 rows, predicts the times. --measured adds measured times.
-
-    For Qwen3.6-27B, Qwen3.6-35B-A3B and GLM-4.7-Flash it predicts tokens per second by number of drafts, of their MTP
-    heads and of a DFlash2 block drafter, on M1 Max to M5 Max. The shares of accepted drafts are assumptions.
     """
     from ..bench import result
     from ..bench.roofline import assemble, chips
@@ -128,9 +117,7 @@ def model(**flags: Any) -> None:
         if results and not flags["context"]:
             context = assemble.times(results[0])[0]["context"]
         rows = (2, 4) if flags["quick"] else assemble.ROWS
-        assumed = assemble.assumed_of(subject, flags["block_rates"], flags["head_rates"])
-        drafts = (3, 7) if flags["quick"] else assemble.BLOCK_DRAFTS
-        found = assemble.bench_model(subject, chip, context, rows, results, flags["ranks"], assumed, drafts)
+        found = assemble.bench_model(subject, chip, context, rows, results, flags["ranks"])
     notes = ["no chip that is known: bytes only; name one with --chip"] if chip is None else []
     report(found, flags, [*notes, *summary(found)])
 

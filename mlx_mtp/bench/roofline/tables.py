@@ -8,8 +8,6 @@ from typing import Any
 from rich.table import Table
 
 from ..result import new_table
-from .block import CHIPS
-from .block import PLAIN as NO_DRAFTS
 from .chips import read_fitted
 from .cost import KERNELS
 from .links import LINKS
@@ -20,7 +18,7 @@ Found = dict[str, Any]
 
 
 def tables(found: Found) -> Iterator[Table]:
-    """Yield the tables of a `bench model` result: floors, gaps, savings of kernels, formats, links, drafters.
+    """Yield the tables of a `bench model` result: floors, gaps, savings of kernels, formats, links.
 
     Those without data in the result are left out.
     """
@@ -33,8 +31,6 @@ def tables(found: Found) -> Iterator[Table]:
         yield formats_table(found)
     if "links" in found:
         yield links_table(found)
-    if "drafters" in found:
-        yield drafters_table(found)
 
 
 def summary(found: Found) -> list[str]:
@@ -132,28 +128,6 @@ def links_table(found: Found) -> Table:
         of = list(group)
         times = (f"{line['seconds'] * 1e3:.2f}" for line in of)
         table.add_row(*label(phase, rows), str(of[0]["collectives"]), f"{of[0]['bytes'] / 1e3:.1f}", *times)
-    return table
-
-
-def drafters_table(found: Found) -> Table:
-    """Return a table of predicted tokens per second by drafter and number of drafts, on several chips."""
-    lines, assumed = found["drafters"]["lines"], found["drafters"]["assumed"]
-    plain = lines[0]["tokens_per_second"]
-    name, context = found["model"]["name"], found["options"]["context"]
-    title = f"predicted, not measured: tokens/s of {name} after {context} tokens of context"
-    shares = {name: ", ".join(f"{100 * rate:.3g}%" for rate in assumed[name]) for name in ("block", "heads")}
-    caption = (
-        f"(times plain decoding). Assumed: a draft is accepted, after an accepted one, in {shares['block']} of cases "
-        f"with DFlash2 and in {shares['heads']} with MTP heads, the last figure for all later ones "
-        f"({assumed['source']}); "
-        "all weights in 4 bits, the drafter's in 8; kernels as planned, also for more than 8 rows"
-    )
-    table = new_table(title, "drafter", "drafts", "tokens/cycle", *CHIPS, left=1, caption=caption)
-    for line, following in zip(lines, [*lines[1:], None], strict=True):
-        speeds = [f"{speed:.0f} ({speed / plain[chip]:.2f}x)" for chip, speed in line["tokens_per_second"].items()]
-        last = following is None or following["drafter"] != line["drafter"]
-        drafts = "" if line["drafter"] == NO_DRAFTS else str(line["drafts"])
-        table.add_row(line["drafter"], drafts, f"{line['tokens']:.2f}", *speeds, end_section=last)
     return table
 
 
