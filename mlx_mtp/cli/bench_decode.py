@@ -232,7 +232,6 @@ def profile(**flags: Any) -> None:
     """
     from ..bench import census, profile_report, result
     from ..bench.profile import Workload
-    from ..bench.profile import profile as measure
     from ..bench.subject import make_prompts
     from ..decoding.options import default_chunk, default_draft_tokens
 
@@ -248,9 +247,7 @@ def profile(**flags: Any) -> None:
     )
     rounds = flags["rounds"] or (9 if flags["quick"] else 21)
     with subject.acceptance():
-        raw = profile_report.raw(*measure(work, rounds=rounds, cooldown=shared.cooldown_of(flags)))
-        raw |= {"operations": census.launches(work), "bytes": census.bytes_read(work)}
-        raw["bandwidth"] = profile_report.bandwidth_of(flags["bandwidth"])
+        raw = profile_report.profiled(work, rounds, cooldown=shared.cooldown_of(flags), gbps=flags["bandwidth"])
         options = {"k": work.k, "max_tokens": work.max_tokens}
         options |= {name: flags[name] for name in ("category", "context", "quick")}
         shared.report(result.result("profile", subject.facts, options, **raw), flags, profile_report.remarks(raw))
