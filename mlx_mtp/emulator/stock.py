@@ -219,9 +219,6 @@ def stock_kernels(n: int = 64, k: int = 1024) -> dict[str, Callable[[int], Traff
     return {**products, "gather_qmv": functools.partial(_gather_case, n, k), "sdpa_vector": _attention_case}
 
 
-DOT_BLOCK = 512 * 32  # elements that one threadgroup sums
-
-
 def tile(k: int, n: int) -> dict[str, int]:
     """Return MLX's tile for one row and an (n, k) matrix: the template arguments of GEMVKernel."""
     tm = 1 if n < 4 else 4
@@ -249,16 +246,3 @@ def gemv(
     more |= {"options": replace(options, allow={*options.allow, "mem_none"})}
     header = (BODIES / "gemv.h").read_text()
     return launched("gemv", inputs, {"y": ((m, n), x.dtype)}, header, groups=groups, threadgroup=group, **more)
-
-
-def dot(x: mx.array, w: mx.array, options: EmulatorOptions | None = None) -> tuple[mx.array, Traffic]:
-    """Multiply rows of x (M, K) by w (1, K): return (M, 1) and the traffic; ValueError for K above DOT_BLOCK."""
-    m, k = x.shape
-    if k > DOT_BLOCK:
-        raise ValueError(f"x has rows of {k} values; one threadgroup sums at most {DOT_BLOCK}")
-    stride = -(-k // 8) * 8  # aligns its vectors in every row
-    inputs = {"x": mx.pad(x, [(0, 0), (0, stride - k)]), "w": w, "K": k, "STRIDE": stride}
-    outputs, header = {"partials": ((m, 1), mx.float32)}, include("utils", "dot")
-    more = {"groups": (1, m, 1), "threadgroup": (512, 1, 1), "template": [("T", x.dtype)], "options": options}
-    partials, traffic = launched("dot", inputs, outputs, header, **more)
-    return partials.astype(x.dtype), traffic

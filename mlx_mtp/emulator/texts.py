@@ -86,12 +86,3 @@ def recorded() -> Iterator[list[RecordedLaunch]]:
             yield found
     finally:
         _recordings.pop()
-
-
-@contextmanager
-def collected() -> Iterator[list[LaunchText]]:
-    """Yield a list that holds the text of every launch once the block ends without an error; outputs are zeros."""
-    texts: list[LaunchText] = []
-    with recorded() as found:
-        yield texts
-        texts += [each.text for each in found]

@@ -11,6 +11,7 @@ AFFINE = [("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (3
 FORMATS = [*AFFINE, ("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 CONTRACTIONS = ("off", "on", "fast")
+DOT_BLOCK = 512 * 32  # elements that one threadgroup of MLX's `dot` sums
 # The kernel that mx.compile creates for nn.silu, mx.clip and a product: MLX's operations, each rounded to T.
 ACTIVATION = """
     uint i = thread_position_in_grid.x;
@@ -65,3 +66,19 @@ def activation(gate: mx.array, up: mx.array, limit: float | None, options: emula
         options=options,
     )
     return y
+
+
+def dot(x: mx.array, w: mx.array, options: emulator.Options | None = None) -> tuple[mx.array, emulator.Traffic]:
+    """Multiply rows of x (M, K) by w (1, K) with MLX's `dot`: return (M, 1) and the traffic.
+
+    ValueError for K above DOT_BLOCK.
+    """
+    m, k = x.shape
+    if k > DOT_BLOCK:
+        raise ValueError(f"x has rows of {k} values; one threadgroup sums at most {DOT_BLOCK}")
+    stride = -(-k // 8) * 8  # aligns its vectors in every row
+    inputs = {"x": mx.pad(x, [(0, 0), (0, stride - k)]), "w": w, "K": k, "STRIDE": stride}
+    outputs, header = {"partials": ((m, 1), mx.float32)}, stock.include("utils", "dot")
+    more = {"groups": (1, m, 1), "threadgroup": (512, 1, 1), "template": [("T", x.dtype)], "options": options}
+    partials, traffic = stock.launched("dot", inputs, outputs, header, **more)
+    return partials.astype(x.dtype), traffic
