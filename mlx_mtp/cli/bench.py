@@ -48,13 +48,11 @@ def kernels(**flags: Any) -> None:
 
     Each kernel runs on the shapes of released models. Times need a Metal GPU. With --emulate each kernel runs on
     small shapes on the CPU, which needs clang (pip install -e '.[emulate]'), and its memory traffic is counted
-    instead; with --op verify_qmm, verify_glu, verify_qmm_mma, verify_gemv, verify_attention, verify_moe or
-    verify_head, a second table compares it with MLX's own kernels. Turns are short, so there is no rest before them
-    without --cooldown.
+    instead; with --op the table also has MLX's own kernels for products, LM heads, experts and attention. Turns are
+    short, so there is no rest before them without --cooldown.
     """
     from ..bench import result
-    from ..bench.kernels import OPS, speed_table, timed, traffic, traffic_table
-    from ..bench.stock_tables import TABLES
+    from ..bench.kernels import OPS, speed_table, stock_traffic, timed, traffic, traffic_table
     from ..kernels import on_metal
 
     op = flags["op"]
@@ -65,10 +63,8 @@ def kernels(**flags: Any) -> None:
     rows = flags["rows"] or (QUICK_ROWS if flags["quick"] else USUAL_ROWS)
     out = console(as_json=flags["as_json"])
     if flags["emulate"]:
-        found: list[Any] = list(traffic(op, rows))
+        found: list[Any] = [*traffic(op, rows), *stock_traffic(op, rows)]
         out.print(traffic_table(found))
-        if op in TABLES:
-            out.print(TABLES[op](rows))
     else:
         rounds = flags["rounds"] or (3 if flags["quick"] else 7)
         found = list(timed(op, rows, rounds, flags["cooldown"] or 0.0))

@@ -16,7 +16,8 @@ from .launch import Traffic, Triple
 from .options import EmulatorOptions
 
 BODIES = Path(__file__).with_name("stock_metal")
-MOST_ROWS = 32  # queries times heads per KV head; beyond it MLX uses separate operations
+MOST_QUERIES = 8
+MOST_ROWS = 32  # queries times heads per KV head; beyond these MLX uses separate operations
 QUANTIZED = ("utils", "steel/gemm/gemm", "quantized_utils")
 POSITION = "threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
 NO_BATCH = "K, nullptr, nullptr, K, nullptr, nullptr, nullptr, nullptr"
@@ -143,7 +144,7 @@ def gather_qmv(
 
 def fused(rows: int, group: int) -> bool:
     """Return whether MLX has one of its `sdpa_vector` kernels for `rows` queries and `group` heads per KV head."""
-    return rows <= 8 and rows * group <= MOST_ROWS
+    return rows <= MOST_QUERIES and rows * group <= MOST_ROWS
 
 
 def _attention(q: mx.array, k: mx.array, v: mx.array, **constants: Any) -> tuple:
@@ -188,35 +189,41 @@ def sdpa_vector_2pass(
     return y, asked, asked_last
 
 
+def stock_kernels(n: int = 64, k: int = 1024) -> dict[str, Callable[[int], Traffic]]:
+    """Return functions of M that count the traffic of MLX's kernels at M rows, by name; in bfloat16.
+
+    They are products with an (n, k) matrix, of 4 bits except for gemv; a product with 4 of 16 experts of 64 x 64; and
+    attention to 256 positions with 4 heads on one KV head. For qmv k is 64 less if it is a multiple of 512, where MLX
+    would not choose it.
+    """
+    products = {name: functools.partial(_matvec_case, name, n, k) for name in ("qmv_fast", "qmv_wide")}
+    products["qmv"] = functools.partial(_matvec_case, "qmv", n, k - 64 if k % 512 == 0 else k)
+    return {
+        **products,
+        "gemv": lambda m: gemv(_ones(m, k), _ones(n, k))[1],
+        "gather_qmv": _gather_case,
+        "sdpa_vector": _attention_case,
+    }
+
+
+def _ones(*shape: int) -> mx.array:
+    return mx.ones(shape, mx.bfloat16)
+
+
 def _matvec_case(kernel: str, n: int, k: int, m: int) -> Traffic:
-    w = mx.quantize(mx.ones((n, k)), 64, 4)
-    return quantized_matvec(mx.ones((m, k)), *w, group_size=64, bits=4, kernel=kernel)[1]
+    w = mx.quantize(_ones(n, k), 64, 4)
+    return quantized_matvec(_ones(m, k), *w, group_size=64, bits=4, kernel=kernel)[1]
 
 
-def _gather_case(n: int, k: int, m: int, experts: int = 8, top_k: int = 2) -> Traffic:
-    w, pairs = mx.quantize(mx.ones((experts, n, k)), 64, 4), mx.arange(m * top_k)
+def _gather_case(m: int, experts: int = 16, top_k: int = 4) -> Traffic:
+    w, pairs = mx.quantize(_ones(experts, 64, 64), 64, 4), mx.arange(m * top_k)
     # Neighbouring rows share no expert unless there are too few.
-    return gather_qmv(mx.ones((m, 1, k)), *w, pairs // top_k, pairs % experts, group_size=64, bits=4)[1]
+    return gather_qmv(_ones(m, 1, 64), *w, pairs // top_k, pairs % experts, group_size=64, bits=4)[1]
 
 
 def _attention_case(m: int) -> Traffic:
-    kv = mx.ones((1, 2, 128, 64))
-    return sdpa_vector(mx.ones((1, 8, m, 64)), kv, kv, scale=64**-0.5, causal=m > 1)[1]
-
-
-def stock_kernels(n: int = 64, k: int = 1024) -> dict[str, Callable[[int], Traffic]]:
-    """Return functions of M that count the traffic of MLX's kernels at M rows, by name.
-
-    They are 4-bit products with an (n, k) matrix, 2 of 8 experts, and attention over 128 rows with 8 heads on 2 KV
-    heads; for qmv k is 64 less if it is a multiple of 512, where MLX would not choose it.
-    """
-    columns = {
-        "qmv_fast": k,
-        "qmv": k - 64 if k % 512 == 0 else k,
-        "qmv_wide": k,
-    }  # qmv_fast does not support every K
-    products = {name: functools.partial(_matvec_case, name, n, own) for name, own in columns.items()}
-    return {**products, "gather_qmv": functools.partial(_gather_case, n, k), "sdpa_vector": _attention_case}
+    kv = _ones(1, 1, 256, 64)
+    return sdpa_vector(_ones(1, 4, m, 64), kv, kv, scale=64**-0.5, causal=m > 1)[1]
 
 
 def tile(k: int, n: int) -> dict[str, int]:
