@@ -228,6 +228,7 @@ def profile(**flags: Any) -> None:
     The phases are prefill, draft, verify, accept, and the host in between. The decoding loop overlaps phases and MLX
     is lazy, so this command waits for the device after each phase. It also decodes the same text with the loop
     itself, alternately, which shows the cost of waiting. Every cycle has the same number of drafts, from the heads.
+    Bytes are those that a phase must read, as `bench model` counts them, with experts routed as published.
     On a Mac, --capture writes GPU traces for Xcode.
     """
     from ..bench import census, profile_report, result
