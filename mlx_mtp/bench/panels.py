@@ -14,7 +14,6 @@ Found = dict[str, Any]
 PLAIN, ADAPTIVE, MLX_LM = "plain", "adaptive", "mlx-lm"
 FLOOR = 2  # index of the theme's colour for floors, in all pictures
 COLOURS = {OURS: 0, STOCK: 1}
-ONCE = 1.005  # below this factor a buffer counts as read once
 
 
 @dataclass(frozen=True)
@@ -183,39 +182,17 @@ def phase_bars(results: Sequence[Found]) -> BarPanel:
 
 def kernel_grid(found: Found) -> Iterator[Panel]:
     """Yield a grid of stock MLX's time over ours by case and rows; of an emulated result, of memory traffic."""
+    made: dict[tuple[str, int], float | None]
     if found["options"]["emulate"]:
-        yield from _traffic_grids(found["found"])
-        return
-    made: dict[tuple[str, int], float | None] = {}
-    for line in found["found"]:
-        seconds = line["seconds"]
-        right = None if line["wrong"] else ratio(seconds["stock"], seconds["ours"]).median
-        made[line["name"], line["rows"]] = right
+        title = "largest buffer, bytes requested over distinct, emulated: counts, not times"
+        made = {(line["op"], line["rows"]): line["reread"] for line in found["found"]}
+    else:
+        title = f"stock MLX's time over ours: {subject(found)}"
+        right = [line for line in found["found"] if not line["wrong"]]
+        made = dict.fromkeys((line["name"], line["rows"]) for line in found["found"])
+        made |= {(k["name"], k["rows"]): ratio(k["seconds"]["stock"], k["seconds"]["ours"]).median for k in right}
     if made:
-        yield _grid_of(f"stock MLX's time over ours: {subject(found)}", made)
-
-
-def _traffic_grids(lines: Sequence[Found]) -> Iterator[Panel]:
-    """Yield a grid of the number of times that kernels read their largest buffer, and one of the growth of traffic.
-
-    The second grid is of the kernels that read that buffer once. A grid without kernels is left out.
-    """
-    again = {line["op"] for line in lines if line["reread"] > ONCE}
-    first = {line["op"]: line["requested"] for line in sorted(lines, key=lambda line: -line["rows"])}
-    reads, growth = {}, {}
-    for line in lines:
-        place = line["op"], line["rows"]
-        if line["op"] in again:
-            reads[place] = line["reread"]
-        else:
-            growth[place] = line["requested"] / first[line["op"]]
-    titles = (
-        "largest buffer, bytes requested over distinct",
-        "largest buffer read once: bytes relative to the smallest M",
-    )
-    for title, made in zip(titles, (reads, growth), strict=True):
-        if made:
-            yield _grid_of(f"{title}, emulated: counts, not times", made)
+        yield _grid_of(title, made)
 
 
 def _grid_of(title: str, made: dict[tuple[str, int], Any]) -> GridPanel:
