@@ -37,7 +37,6 @@ INTEGERS = partial(shared.numbers, int)
 @option("--grammar", metavar=GRAMMAR, help="Decode under a JSON schema or .lark grammar; builtin: five schemas.")
 @image_options
 @shared.run_options
-@option("--compare", type=GIVEN, help="Show the changes since this earlier result.")
 def decode(**flags: Any) -> None:
     """Compare tokens per second with and without drafts.
 
@@ -54,22 +53,16 @@ def decode(**flags: Any) -> None:
     `mlx-mtp verify-lossless` judges whether rounding explains a difference; `mlx-mtp doctor` checks and times each
     kernel; `mlx-mtp bench profile` and `mlx-mtp bench verify` show where the time goes.
     """
-    from ..bench import result
     from ..bench.decode import broken
 
     if flags["grammar"] and (given := [name for name in EXCLUDED if flags["each" if name == "prompts" else name]]):
         raise click.UsageError(f"--grammar excludes --{given[0].replace('_', '-')}; leave one of them out")
     if flags["images"]:
         _check_images(flags)
-    before = result.read(flags["compare"], "decode") if flags["compare"] else None
     flags["max_tokens"] = flags["max_tokens"] or (48 if flags["quick"] else 128)
     found = _measured(flags)
     _print(found, flags)
-    try:
-        if before:
-            _print_changes((flags["compare"],), before, found, as_json=flags["as_json"])
-    finally:
-        shared.finish(found, flags)
+    shared.finish(found, flags)
     if broken(found):
         raise SystemExit(1)
 
@@ -144,30 +137,23 @@ def _print(found: dict[str, Any], flags: dict[str, Any]) -> None:
         out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _print_changes(
-    files: tuple[Path, ...], before: dict[str, Any], found: dict[str, Any], *, as_json: bool = False
-) -> None:
-    """Print the changes between two results. files: those read from disk, which an error names."""
-    from ..bench.decode_tables import compared, unlike
-
-    with shared.complete(files):
-        lines, table = unlike(before, found), compared(before, found)
-    out = shared.console(as_json=as_json)
-    for line in lines:
-        out.print(f"not alike: {line}", highlight=False)
-    out.print(
-        table if table.row_count else "nothing to compare: no loop has the same context and caches in both results"
-    )
-
-
 @click.command()
 @click.argument("before", type=GIVEN)
 @click.argument("after", type=GIVEN)
 def compare(before: Path, after: Path) -> None:
     """Show the changes between two results of `bench decode`."""
     from ..bench import result
+    from ..bench.decode_tables import compared, unlike
 
-    _print_changes((before, after), result.read(before, "decode"), result.read(after, "decode"))
+    results = result.read(before, "decode"), result.read(after, "decode")
+    with shared.complete((before, after)):
+        lines, table = unlike(*results), compared(*results)
+    out = shared.console(as_json=False)
+    for line in lines:
+        out.print(f"not alike: {line}", highlight=False)
+    out.print(
+        table if table.row_count else "nothing to compare: no loop has the same context and caches in both results"
+    )
 
 
 @click.command()

@@ -236,6 +236,7 @@ def test_the_command_writes_the_result(tmp_path):
     (printed := tmp_path / "printed.txt").write_text("a table\n" + out.read_text())
     again = call("bench", "compare", out, printed)
     assert again.returncode == 0
+    assert "compared with the earlier result" in again.stdout
     assert "1.00x" in again.stdout
     assert "not alike" not in again.stdout
 
@@ -269,16 +270,13 @@ def test_random_weights_and_drawn_acceptance_are_labelled(tmp_path):
     assert all(e["tokens"] == [12] for e in result["entries"])
 
 
-def test_comparison_with_an_earlier_result_and_exit_code_1_for_a_wrong_text(tmp_path, monkeypatch):
-    out = tmp_path / "a.json"
-    assert call(*QUICK, "--no-mtp", "--out", out).returncode == 0
+def test_exit_code_1_for_a_wrong_text(monkeypatch):
     tokens = MlxLm.tokens
     monkeypatch.setattr(MlxLm, "tokens", lambda *args: (token + 1 for token in tokens(*args)))
-    done = call(*QUICK, "--no-mtp", "--compare", out)
+    done = call(*QUICK, "--no-mtp")
     assert done.returncode == 1
     assert "text differs: mlx-lm on translation, token 0 is" in done.stdout
-    assert "compared with the earlier result" in done.stdout
-    done = call(*QUICK, "--no-mtp", "--compare", out, "--json")
+    done = call(*QUICK, "--no-mtp", "--json")
     assert done.returncode == 1
     assert json.loads(done.stdout)["differences"]
 
@@ -294,7 +292,6 @@ def test_comparison_with_an_earlier_result_and_exit_code_1_for_a_wrong_text(tmp_
             ("--contexts", "700,5", "--prompts", 1, "--categories", "translation"),
             "Invalid value for '--contexts': contexts=5: too short for a prompt",
         ),
-        (("--compare", "/none"), "Invalid value for '--compare': File '/none' does not exist"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(flags, message):
