@@ -52,7 +52,8 @@ def stored(row: Any) -> ModelOps:
     That engine drafted with the first head only, recycled.
     """
     kinds = row.kv_cache, row.mtp_kv_cache or row.kv_cache
-    target, heads = (MODELS[MODEL].stored(STORED_BITS[row.weights], None, STORED_BITS[kv] / 8) for kv in kinds)
+    formats: Found = {"bits": STORED_BITS[row.weights], "group": None, "packed": False}
+    target, heads = (MODELS[MODEL].with_fields(**formats, value_bytes=STORED_BITS[kv] / 8) for kv in kinds)
     return ModelOps(target.layers, target.head, heads.drafts[:1], recycled=True)
 
 

@@ -147,7 +147,7 @@ def fused(rows: int, group: int) -> bool:
     return rows <= MOST_QUERIES and rows * group <= MOST_ROWS
 
 
-def _attention(q: mx.array, k: mx.array, v: mx.array, **constants: Any) -> tuple:
+def attention_launch(q: mx.array, k: mx.array, v: mx.array, **constants: Any) -> tuple:
     """Return the template, options, output and header of attention from q to k and v without a mask array."""
     template = [("T", q.dtype), ("V", v.shape[-1]), ("D", q.shape[-1]), ("KV_AXIS", int(k.shape[1] > 1))]
     options = EmulatorOptions(function_constants={**NO_MASK, **constants})
@@ -162,31 +162,10 @@ def sdpa_vector(
     causal: the L rows are the last of S positions, and each attends up to its own; else each attends to all.
     """
     (b, h, rows, _), kv = q.shape, k.shape[1]
-    template, options, output, header = _attention(q, k, v, do_causal=causal, blocks=1)
+    template, options, output, header = attention_launch(q, k, v, do_causal=causal, blocks=1)
     inputs = {"queries": q, "keys": k, "values": v, "gqa_factor": h // kv, "S": k.shape[2], "scale": scale}
     more = {"groups": (b * h, rows, 1), "threadgroup": (1024, 1, 1), "template": template, "options": options}
     return launched("sdpa_vector", inputs, output, header, **more)
-
-
-def sdpa_vector_2pass(
-    q: mx.array, k: mx.array, v: mx.array, *, scale: float, causal: bool = False, blocks: int = 32
-) -> tuple[mx.array, Traffic, Traffic]:
-    """Attend from q (1, H, L, D) to k, v (1, KV, S, D) in two passes: (1, H, L, D), and the traffic of both.
-
-    `blocks`, a multiple of 32: the number of parts of the keys. MLX uses 32 to 1024 by chip, S, L and H / KV.
-    """
-    (b, h, rows, _), kv = q.shape, k.shape[1]
-    assert b == 1, f"{b} sequences"
-    template, options, output, header = _attention(q, k, v, do_causal=causal, blocks=blocks)
-    inputs = {"queries": q, "keys": k, "values": v, "S": k.shape[2], "scale": scale}
-    dealt = b, h, rows, blocks
-    parts = {"partials": ((*dealt, v.shape[-1]), q.dtype), "sums": (dealt, mx.float32), "maxs": (dealt, mx.float32)}
-    more = {"groups": (kv, b, blocks), "threadgroup": (32, h // kv, rows), "template": template, "options": options}
-    *found, asked = launched("sdpa_vector_2pass_1", inputs, parts, header, **more)
-    inputs = {**dict(zip(parts, found, strict=True)), "BLOCKS": blocks}
-    more |= {"groups": (b * h, rows, 1), "threadgroup": (1024, 1, 1), "template": template[:2]}
-    y, asked_last = launched("sdpa_vector_2pass_2", inputs, output, header, **more)
-    return y, asked, asked_last
 
 
 def stock_kernels(n: int = 64, k: int = 1024) -> dict[str, Callable[[int], Traffic]]:
