@@ -73,9 +73,7 @@ def test_wheel_from_sdist(tmp_path, monkeypatch):
     names = zipfile.ZipFile(wheel).namelist()
     assert "mlx_mtp/kernels/metal/README.md" in names
     assert "mlx_mtp/demo/checkpoint/model.safetensors" in names
-    assert {f"mlx_mtp/bench/{file}" for file in ("prompts.json", "documents.csv", "kernels_shapes.json")} <= set(
-        names
-    )
+    assert {f"mlx_mtp/bench/{file}" for file in ("prompts.json", "kernels_shapes.json")} <= set(names)
     roofline = {f"mlx_mtp/bench/roofline/{file}" for file in ("chips.csv", "launches.csv", "fitted.json")}
     assert {"mlx_mtp/bench/page.css", *roofline} <= set(names)
     for folder in ("native", "strict"):

@@ -14,14 +14,13 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from mlx_mtp.bench.documents import MODEL, documents
 from mlx_mtp.bench.result import new_table
-from mlx_mtp.bench.roofline.assemble import find_chip, find_model
+from mlx_mtp.bench.roofline.assemble import MODEL, find_chip, find_model
 from mlx_mtp.bench.roofline.chips import Chip
 from mlx_mtp.bench.roofline.cost import ALL, PassShape, of_model, op_seconds, seconds
 from mlx_mtp.bench.roofline.ops import ModelOps
-from mlx_mtp.bench.roofline.tables import documents_table
 
+from .documents import documents, documents_table, same_work_table
 from .fit import fit, forms
 from .published import PublishedPass, read_rows
 from .tables import summary, tables
@@ -84,7 +83,9 @@ def shown(
 ) -> Iterator[Table]:
     """Yield constants and published rows as `chips` predict them, all documents, and a model on every chip or one."""
     if name == MODEL:
-        yield documents_table({"model": {"name": MODEL}, "documents": documents(chips)}, None)
+        lines = documents(chips)
+        yield documents_table(lines)
+        yield same_work_table(lines)
     yield from tables(chips, rows, checked, forms(rows))
     model = find_model(name, on_chip=True).model
     yield parts(name, model, chips[chip], context) if chip else overview(name, model, context, chips)

@@ -4,26 +4,23 @@ import io
 import os
 import re
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
-import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..cache.prompt_cache import make_prompt_cache
 from .profile import Timer, Workload, decode_in_phases
+from .roofline.models import of_port
+from .roofline.phases import SHOWN_OVERLAP, draft_floor, pass_floor
 
 VIEWS = {"Broadcast", "ExpandDims", "Flatten", "Full", "Reshape", "Slice", "Split", "Squeeze", "Transpose"}
 VIEWS |= {"Unflatten", "StopGradient", "Depends"}
-EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
-EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 NODE = re.compile(r'\[label ="(\w+)"')
 
 
@@ -62,124 +59,18 @@ def launches(work: Workload) -> dict[str, int]:
     return {"prefill": chunk, **counted.found}
 
 
-class Noted(nn.Module):
-    """Wraps a module; each call first calls `note(module, *arguments)`."""
-
-    def __init__(self, inner: Any, note: Callable[..., None]):
-        super().__init__()
-        self.inner, self._note = inner, note
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        self._note(self.inner, *args)
-        return self.inner(*args, **options)
-
-
-@contextmanager
-def calls_noted(modules: Iterable[Any], chosen: Callable[[Any], bool], note: Callable[..., None]) -> Iterator[None]:
-    """Call `note(child, *arguments)` before each call, in the block, of modules' direct children that are `chosen`.
-
-    Keyword arguments of the call are not passed to `note`.
-    """
-    places = [(m, name) for m in modules for name, child in m.items() if chosen(child)]
-    for module, name in places:
-        module[name] = Noted(module[name], note)
-    try:
-        yield
-    finally:
-        for module, name in places:
-            module[name] = module[name].inner
-
-
-@contextmanager
-def visits_noted(model: Any) -> Iterator[list[tuple[float, mx.array]]]:
-    """Yield a list of (bytes of an expert's matrix, indices of chosen experts), one for every product with experts.
-
-    Products in the block are added to it when their graph is built; those that a kernel replaces are missing.
-    """
-    visits: list[tuple[float, mx.array]] = []
-
-    def note(experts: Any, _x: mx.array, indices: mx.array) -> None:
-        visits.append((own_bytes(experts) / experts.num_experts, indices))
-
-    with calls_noted(model.modules(), lambda child: isinstance(child, EXPERTS), note):
-        yield visits
-
-
-@dataclass
-class Weighed(Timer):
-    """A timer that sums the bytes of experts and of caches that each phase reads, over all cycles.
-
-    visits: the list that `visits_noted` fills.
-    """
-
-    visits: list[tuple[float, mx.array]] = field(default_factory=list)
-    experts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    caches: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-
-    def evaluate(self, phase: str, caches: Sequence[Any], *arrays: Any) -> None:
-        super().evaluate(phase, caches, *arrays)
-        self.caches[phase] += sum(cache_bytes(c) for c in caches)
-
-    @contextmanager
-    def during(self, name: str) -> Iterator[None]:
-        """Time the block as part of `name`; then add the bytes of the distinct experts of each product in `visits`.
-
-        `visits` is then cleared. For a name that begins with "build" the block is only timed: the products that are
-        built in it count for the phase that evaluates them.
-        """
-        with super().during(name):
-            yield
-        if not name.startswith("build"):
-            self.experts[name] += sum(size * np.unique(np.array(chosen)).size for size, chosen in self.visits)
-            self.visits.clear()
-
-
 def bytes_read(work: Workload) -> dict[str, float]:
-    """Return the bytes of weights, keys, values and states that a cycle reads by phase; "prefill" is a total.
+    """Return the bytes that a cycle must read by phase, as `bench model` counts them; "prefill" is a total.
 
-    Each array counts once per pass. Experts are those that the generation's rows visited. A recycled head, except its
-    input projection, and an LM head count once per draft. Embedding rows, activations and writes are excluded, and in
-    "prefill" caches and the heads' weights but for their experts.
+    Caches have their length in the middle of the text, and experts overlap as published; in "prefill" caches are
+    excluded. Of drafters, only MTP heads have an entry.
     """
-    with visits_noted(work.model) as visits:
-        seen = decode_in_phases(work, Weighed(visits=visits))
-    target, heads = dense_bytes(work.model, work.k)
-    chunks, cycles = -(-len(work.prompt) // work.step), max(1, seen.cycles)
-    calls = work.k if work.k > len(work.model.mtp) else 1  # a recycled head reads its cache in each draft
-    found: dict[str, float] = {"prefill": chunks * target + seen.experts["prefill"]}
-    for phase, dense, times in (("draft", heads, calls), ("verify", target, 1)):
-        if phase in seen.caches:
-            found[phase] = dense + (seen.experts[phase] + times * seen.caches[phase]) / cycles
-    return found
-
-
-def dense_bytes(model: Any, k: int) -> tuple[int, int]:
-    """Return the bytes of weights that a pass of the target reads, and that k drafts of its heads read.
-
-    Experts and embedding rows are excluded. The second number is 0 if the model's `drafter` is not None.
-    """
-    modules = [(name, m) for name, m in model.named_modules() if not isinstance(m, (*EXPERTS, *EMBEDDINGS))]
-    unembedding = model.unembedding()
-    target = sum(own_bytes(m) for name, m in modules if not name.startswith(("mtp.", "drafter.")))
-    target += own_bytes(unembedding) if isinstance(unembedding, EMBEDDINGS) else 0
-    heads, drafts = 0, k if len(model.mtp) == 1 else 1
-    for depth, head in enumerate(model.mtp[:k] if model.drafter is None else ()):
-        inside = [m for name, m in modules if name.startswith(f"mtp.{depth}.") and name != f"mtp.{depth}.head"]
-        heads += drafts * sum(map(own_bytes, (head, *inside, model.unembedding(depth))))
-        heads -= (drafts - 1) * (own_bytes(head.fc) if "fc" in head else 0)  # reads the target's rows, once a cycle
-    return target, heads
-
-
-def own_bytes(module: Any) -> int:
-    """Return the bytes of a module's own arrays, without those of its submodules."""
-    return sum(array.nbytes for array in module.values() if isinstance(array, mx.array))
-
-
-def cache_bytes(cache: Any) -> float:
-    """Return the bytes of a layer's cache that a pass reads: its filled rows, or a whole recurrent state."""
-    if cache.is_state:
-        return sum(part.nbytes for part in cache.parts)
-    return sum(part.nbytes * min(1.0, cache.limit / part.shape[2]) for part in cache.parts)
+    model, prompt, k = of_port(work.model), len(work.prompt), work.k
+    chunks, context = -(-prompt // work.step), prompt + work.max_tokens // 2
+    found = {"prefill": chunks * pass_floor(model, min(work.step, prompt), 0, SHOWN_OVERLAP).total}
+    if 0 < k <= model.max_drafts and work.model.drafter is None:
+        found["draft"] = draft_floor(model, k, context, SHOWN_OVERLAP).total
+    return found | {"verify": pass_floor(model, k + 1, context, SHOWN_OVERLAP).total}
 
 
 def stream_rate(size: int = 1 << 28, runs: int = 5) -> float:

@@ -13,7 +13,6 @@ from typing import Any
 import mlx.core as mx
 
 from ..decoding.options import default_chunk, default_draft_tokens
-from ..decoding.summary import paused
 from ..emulator.compile import find_clang
 from ..kernels import on_metal
 from ..kernels.contraction import spelling
@@ -23,15 +22,13 @@ from ..tuning.kernel_fallback import failed_kernels
 from ..tuning.kernel_switch import more_trials, trials
 from ..tuning.kernel_trials import check_split, faster
 from ..tuning.kernel_verdict import SPLIT, TOGETHER
-from . import decode, emulated_check, profile, result, verify
+from . import decode, emulated_check, profile, profile_report, result, verify
 from .compile_jobs import lacking, type_name
-from .decode_tables import rows as decode_rows
 from .doctor_page import PARTS
 from .doctor_summary import by_kernel, launched
 from .kernels_cases import CASES, SMALL, in_type
 from .result import gpu_cores, thermal_state
 from .subject import Subject, make_prompts
-from .timing import measured, ratio
 
 FORMAT = 1
 ROWS = tuple(range(1, 9))
@@ -201,50 +198,25 @@ class ExaminedModel:
         return {**self.subject.facts, "kernels": list(kernels.words), "found": own}
 
     def verify(self) -> Found:
-        """Time passes over 1 to 8 rows, stock and with the kernels that are on; costs: relative to one row."""
+        """Return a result of `bench verify` on the whole model alone: 1 to 8 rows, stock and with the kernels."""
         text = verify.text_of(self.subject, CONTEXT)
         plan = verify.CurvePlan(ROWS, (CONTEXT,), ROUNDS)
-        seconds = next(verify.measure(self.model, text, self.kernels, plan, default_chunk(self.model)))["seconds"]
-        costs = {side: [ratio(of[m], of[1]).median for m in ROWS] for side, of in seconds.items()}
-        one = {side: measured(of[1]).median for side, of in seconds.items()}
-        return {"context": CONTEXT, "rows": list(ROWS), "costs": costs, "one_row_seconds": one}
+        curve = next(verify.measure(self.model, text, self.kernels, plan, default_chunk(self.model)))
+        return result.result("verify", self.subject.facts, {"rows": ROWS, "rounds": ROUNDS}, curves=[curve])
 
     def decode(self) -> Found:
-        """Time mlx-lm's loop and ours without and with drafts.
-
-        Returns "loops", a line each; "differences", those of `decode.broken`; and "left_out", the reasons by loop.
-        """
+        """Return a result of `bench decode`, of two prompts; its "differences" are those of `decode.broken`."""
         session = decode.open_session(self.subject, (), ROUNDS, 0.0)
         prompts = make_prompts(self.subject.tokenizer, self.model.vocab_size, each=1, only=CATEGORIES)
         given = {"stop_tokens": self.subject.stop_tokens, "prefill_step_size": default_chunk(self.model)}
         settings = decode.LoopSettings(max_tokens=MAX_TOKENS, **given)
         decode.measure(session, prompts, settings, lambda *_: None)
         found = decode.as_result(session, {"max_tokens": MAX_TOKENS})
-        loops = [
-            {
-                "loop": row.contender,
-                "tokens_per_second": row.speed and row.speed.median,
-                "over_plain": row.vs_plain and row.vs_plain.median,
-                "conclusive": row.conclusive,
-                "accepted": row.rates,
-                "paused": paused(row.paused),
-            }
-            for row in decode_rows(found, (0, None, None))
-        ]
-        return {"loops": loops, "differences": decode.broken(found), "left_out": session.left_out}
+        return {**found, "differences": decode.broken(found)}
 
     def host(self) -> Found:
-        """Time a cycle's phases, waiting for each, and the host's work in between, in milliseconds per cycle.
-
-        over_the_loop: the time of a generation, prefill included, over that of the loop, which overlaps phases.
-        """
+        """Return a result of `bench profile`: a cycle's phases, waiting for each, and the host's work in between."""
         (prompt,) = make_prompts(self.subject.tokenizer, self.model.vocab_size, each=1, only=CATEGORIES[:1])
         k = min(DRAFTS, default_draft_tokens(self.model))
         work = profile.Workload(self.model, prompt.tokens, MAX_TOKENS, k, default_chunk(self.model))
-        timers, undisturbed = profile.profile(work, rounds=ROUNDS)
-        phases = {
-            name: 1e3 * measured([t.phases[name] / max(1, t.cycles) for t in timers]).median
-            for name in profile.PHASES[1:]
-        }
-        slowdown = ratio([t.wall for t in timers], undisturbed).median
-        return {"drafts": k, "milliseconds": phases, "over_the_loop": slowdown}
+        return result.result("profile", self.subject.facts, {"k": k}, **profile_report.profiled(work, ROUNDS))

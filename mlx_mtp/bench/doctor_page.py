@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from ..decoding.summary import percentages
 from ..tuning.kernel_verdict import SPLIT, TOGETHER, contractions_in_words
 from .doctor_summary import by_kernel, every_kernel
 from .emulated_check import BITS, OWN_BITS
+from .page import tables_of
+from .profile_report import remarks
 
 Found = dict[str, Any]
-BAR = 8  # characters of a bar for the cost of one plain step
 STATES = {"compiled": "no", "right": "WRONG"}  # the text of a state that does not hold
 ALTERNATIVES = {"rows_split": SPLIT, "rows_together": TOGETHER}
 NOT_SAID = "not known: not reported by the system"
@@ -173,41 +173,30 @@ def _timed(listed: Sequence[Found]) -> Iterator[tuple[Any, ...]]:
 
 
 def verify(found: Found) -> Iterator[str]:
-    v = found["verify"]
     where = "on the GPU" if found["metal"] else "on the CPU, whose products differ from a GPU's"
-    name = found["facts"].get("name", "the model")
-    yield f"Time of M rows over that of one, {name}, after {v['context']} positions, {where}.\n"
-    names = {"stock": "stock modules", "ours": "with the kernels"}
-    lines = zip(v["rows"], *v["costs"].values(), strict=True)
-    rows = [(m, *(f"{cost:.2f}" for cost in costs), "█" * round(BAR * costs[-1])) for m, *costs in lines]
-    shown = [f"{names[side]} (M=1: {1e3 * v['one_row_seconds'][side]:.2f} ms)" for side in v["costs"]]
-    yield from table(("M", *shown, ""), rows, ">" * (1 + len(shown)) + "<")
+    yield f"Time of M rows over that of one, {where}.\n"
+    yield from of_bench(found["verify"])
 
 
 def decoding(found: Found) -> Iterator[str]:
     d = found["decode"]
-    yield "Greedy texts of the same prompts in turn; accepted: the share of accepted drafts by depth.\n"
-    yield from table(("loop", "tokens/s", "over plain", "accepted"), map(_loop, d["loops"]), "<>")
-    if any(not loop["conclusive"] for loop in d["loops"]):
-        yield "\n?: inconclusive, its spread is above 5%"
+    yield "Greedy texts of the same prompts in turn; per depth: the share of accepted drafts.\n"
+    yield from of_bench(d)
     yield from (f"\nleft out: {name} ({why})" for name, why in d["left_out"].items())
     for x in d["differences"]:
         yield f"\nDIFFERENT TEXT: {x['contender']} on {x['category']}, token {x['position']}"
 
 
-def _loop(loop: Found) -> tuple[str, ...]:
-    speed, gain = loop["tokens_per_second"], loop["over_plain"]
-    drafted = [share for share in loop["accepted"] if share is not None]
-    words = percentages(drafted or loop["accepted"], separator=", "), loop.get("paused", "")
-    accepted = "; ".join(filter(None, words))
-    unsure = "" if loop["conclusive"] else "?"
-    numbers = ("" if speed is None else f"{speed:.1f}", "" if gain is None else f"{gain:.2f}x{unsure}")
-    return loop["loop"], *numbers, accepted
-
-
 def host(found: Found) -> Iterator[str]:
-    h = found["host"]
-    whole = sum(h["milliseconds"].values())
-    yield f"{h['drafts']} drafts in every cycle, waiting for each phase: {h['over_the_loop']:.2f}x the loop's time.\n"
-    shown = ((name, f"{ms:.2f}", f"{ms / whole:.0%}") for name, ms in h["milliseconds"].items())
-    yield from table(("phase", "ms a cycle", "share"), shown, "<>")
+    yield from of_bench(found["host"])
+    yield from remarks(found["host"])
+
+
+def of_bench(found: Found) -> Iterator[str]:
+    """Yield the lines of the tables of a `bench` result, each between its title and its caption."""
+    for made in tables_of(found):
+        headers = [str(column.header).replace("/\n", "/").replace("\n", " ") for column in made.columns]
+        sides = "".join("<" if column.justify == "left" else ">" for column in made.columns)
+        yield f"{made.title}\n"
+        yield from table(headers, zip(*(column.cells for column in made.columns), strict=True), sides)
+        yield f"\n{made.caption}\n" if made.caption else ""

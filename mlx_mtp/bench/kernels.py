@@ -12,7 +12,8 @@ from typing import Any
 import mlx.core as mx
 from rich.table import Table
 
-from ..emulator import emulated
+from ..emulator import Traffic, emulated
+from ..emulator.stock import MOST_QUERIES, stock_kernels
 from ..tuning.ab_test import FAILS, KernelTrial, check
 from ..tuning.kernel_switch import trials
 from .kernels_cases import CASES, SMALL
@@ -22,6 +23,15 @@ from .timing import Call, Measured, Timed, interleaved, ratio, steps_for
 OPS = tuple(sorted({op for op, _ in CASES.values()}))
 LAYERS = {"verify_moe": 1}  # layers per shape; four for other ops, so that caches stay cold
 CHAIN_SECONDS = 0.002
+PRODUCTS = {"gather_qmv": 3}  # launches of MLX's kernel for one of ours
+# MLX's kernels whose traffic is shown next to an op's, and its matrix's rows and columns, those of SMALL.
+STOCK = {
+    **dict.fromkeys(("verify_qmm", "verify_glu", "verify_qmm_mma"), (("qmv_fast", "qmv", "qmv_wide"), (64, 1024))),
+    "verify_gemv": (("gemv",), (64, 1024)),
+    "verify_head": (("qmv_fast", "qmv_wide"), (1024, 512)),
+    "verify_moe": (("gather_qmv",), ()),
+    "verify_attention": (("sdpa_vector",), ()),
+}
 
 Found = dict[str, Any]  # a kernel at a row count, as in results
 
@@ -73,18 +83,33 @@ def traffic(op: str | None, rows: int) -> Iterator[Found]:
             yield {"op": kind, "rows": m, **asked(site, x)}
 
 
+def stock_traffic(op: str | None, rows: int) -> Iterator[Found]:
+    """Yield the emulated traffic of the kernels of MLX that STOCK lists for an op, at row counts as in `traffic`."""
+    names, matrix = STOCK.get(op or "", ((), ()))
+    for name in names:
+        for m in sorted(m for m in SMALL[op or ""]().candidates if m <= rows):
+            if name != "sdpa_vector" or m <= MOST_QUERIES:
+                launches = [stock_kernels(*matrix)[name](m)] * PRODUCTS.get(name, 1)
+                yield {"op": f"MLX {name}", "rows": m, **counts(launches)}
+
+
 def asked(site: Any, x: mx.array) -> Found:
-    """Count the launches and bytes of an emulated call of `site` on x.
+    """Return the counts of an emulated call of `site` on x, see `counts`."""
+    with emulated() as launches:
+        mx.eval(site.ours(x))
+    return counts(launches)
+
+
+def counts(launches: Sequence[Traffic]) -> Found:
+    """Return the number of launches, and the bytes that they requested and wrote.
 
     largest: the buffer with the most distinct bytes read; reread: bytes requested of it over these.
     """
-    with emulated() as launches:
-        mx.eval(site.ours(x))
     buffers = [b for launch in launches for b in launch.buffers.values() if b.space != "threadgroup"]
     requested, written = sum(b.bytes_read for b in buffers), sum(b.bytes_written for b in buffers)
     largest = max(buffers, key=lambda b: b.distinct_read)
-    counts = {"launches": len(launches), "requested": requested, "written": written}
-    return {**counts, "largest": largest.name, "reread": largest.reread}
+    found = {"launches": len(launches), "requested": requested, "written": written}
+    return {**found, "largest": largest.name, "reread": largest.reread}
 
 
 def speed_table(found: Sequence[Found]) -> Table:

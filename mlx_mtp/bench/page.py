@@ -3,25 +3,27 @@
 The page loads nothing from the network.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from . import plots
 from .decode_tables import by_category, categories, overall, settings
 from .kernels import speed_table, traffic_table
-from .panels import BarPanel, Found, GridPanel, LinePanel, Panel, RangePanel, panels, subject
+from .panels import Found, panels, subject
 from .parallel import table as parallel_table
 from .profile_report import phase_table
-from .result import named, new_table
+from .result import named
 from .roofline.tables import tables as model_tables
 from .verify import curve_table
 
 STYLE = Path(__file__).with_name("page.css")
+WIDTH = 160  # columns of the tables
 
 
 def page(results: Sequence[Found]) -> str:
@@ -34,13 +36,12 @@ def page(results: Sequence[Found]) -> str:
         f"<style>\n{STYLE.read_text()}</style></head><body>\n<h1>{title}</h1>"
     )
     figures = []
-    for i, panel in enumerate(panels(*results)):  # drawn twice; CSS shows one of them, with its numbers
+    for i, panel in enumerate(panels(*results)):  # drawn twice; CSS shows one of them
         label, drawn = escape(panel.title, quote=True), ""
         for scheme in ("light", "dark"):
             svg = plots.svg(panel, dark=scheme == "dark", name=f"panel-{i}-{scheme}")
             drawn += svg.replace("<svg ", f'<svg class="{scheme}" role="img" aria-label="{label}" ', 1)
-        numbers = "".join(html_table(numbers_of(panel)))
-        figures.append(f"<figure>{drawn}<details><summary>numbers</summary>{numbers}</details></figure>")
+        figures.append(f"<figure>{drawn}</figure>")
     details = [line for found in results for line in _details(found)]
     return "\n".join([start, *figures, *details, "</body></html>\n"])
 
@@ -50,8 +51,7 @@ def _details(found: Found) -> Iterator[str]:
     yield f"<h2>bench {escape(found['bench'])}: {escape(subject(found))}</h2>"
     if label := found["model"].get("synthetic"):
         yield f'<p class="note">Synthetic: {escape(label)}.</p>'
-    for table in tables_of(found):
-        yield from html_table(table)
+    yield html_of(tables_of(found))
     if command := found.get("command"):
         yield f"<pre>{escape(command)}</pre>"
     for name in ("model", "options", "environment"):
@@ -86,45 +86,8 @@ def _shown(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def html_table(table: Table) -> Iterator[str]:
-    """Yield a rich table as HTML, in a box that scrolls sideways."""
-    kinds = [' class="left"' if column.justify == "left" else "" for column in table.columns]
-    heads = _cells("th", kinds, [column.header for column in table.columns])
-    rows = "".join(_cells("td", kinds, line) for line in zip(*(c.cells for c in table.columns), strict=True))
-    title = f"<caption>{_text(table.title)}</caption>" if table.title else ""
-    yield f'<div class="scroll"><table>{title}<thead>{heads}</thead><tbody>{rows}</tbody></table></div>'
-    if table.caption:
-        yield f'<p class="note">{_text(table.caption)}</p>'
-
-
-def _cells(tag: str, kinds: Sequence[str], cells: Sequence[Any]) -> str:
-    made = (f"<{tag}{kind}>{_text(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
-    return f"<tr>{''.join(made)}</tr>"
-
-
-def _text(cell: Any) -> str:
-    return escape(cell.plain if isinstance(cell, Text) else Text.from_markup(str(cell)).plain)
-
-
-def numbers_of(panel: Panel) -> Table:
-    """Return the numbers that a panel draws, without intervals, as a table."""
-    corner, columns, rows = panel.x_label, [], []
-    match panel:
-        case LinePanel():
-            corner, columns = panel.y_label, panel.ticks.values()
-            points = [dict(zip(s.x, s.y, strict=True)) for s in panel.series]
-            rows = [(s.label, *map(y.get, panel.ticks)) for s, y in zip(panel.series, points, strict=True)]
-        case BarPanel():
-            columns, lengths = [*panel.parts, "sum"], zip(*panel.parts.values(), strict=True)
-            rows = [(bar, *line, sum(line)) for bar, line in zip(panel.bars, lengths, strict=True)]
-        case GridPanel():
-            corner, columns = f"{panel.unit}, by {panel.x_label}", panel.columns
-            rows = [(row, *line) for row, line in zip(panel.rows, panel.values, strict=True)]
-        case RangePanel():
-            columns = [panel.span_label, *panel.marks]
-            spans = [f"{low:.4g} to {high:.4g}" for low, high in panel.spans]
-            rows = zip(panel.rows, spans, *panel.marks.values(), strict=True)
-    table = new_table(None, corner, *columns)
-    for row in rows:
-        table.add_row(*(x if isinstance(x, str) else "" if x is None else f"{x:.4g}" for x in row))
-    return table
+def html_of(tables: Iterable[Table]) -> str:
+    """Return rich tables as preformatted text in a box that scrolls sideways."""
+    console = Console(width=WIDTH, record=True, file=StringIO(), highlight=False)
+    console.print(*tables)
+    return console.export_html(inline_styles=True, code_format='<pre class="scroll">{code}</pre>')

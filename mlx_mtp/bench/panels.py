@@ -1,11 +1,10 @@
-"""Convert results to the contents of their pictures, as plain numbers: panels of lines, bars, grids and ranges."""
+"""Convert results to the contents of their pictures, as plain numbers: panels of lines, bars and grids."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .decode_tables import Setting, categories, rows, settings
-from .documents import MAC
 from .result import curve_title
 from .roofline.phases import CYCLE, DRAFT, OURS, SHOWN_OVERLAP, STOCK, VERIFY, shown_times
 from .roofline.phases import PLAIN as PLAIN_STEP
@@ -15,7 +14,6 @@ Found = dict[str, Any]
 PLAIN, ADAPTIVE, MLX_LM = "plain", "adaptive", "mlx-lm"
 FLOOR = 2  # index of the theme's colour for floors, in all pictures
 COLOURS = {OURS: 0, STOCK: 1}
-ONCE = 1.005  # below this factor a buffer counts as read once
 
 
 @dataclass(frozen=True)
@@ -74,21 +72,10 @@ class GridPanel(Panel):
     unit: str
 
 
-@dataclass(frozen=True)
-class RangePanel(Panel):
-    """A range per row, and marks by name, with indices of a theme's colours."""
-
-    rows: list[str]
-    spans: list[tuple[float, float]]
-    span_label: str
-    marks: dict[str, list[float]]
-    colours: list[int]
-
-
 def panels(*results: Found) -> list[Panel]:
     """Return the panels of results, in their order; one for all profiles is last. `bench parallel` has none."""
     makers = {"decode": (speed, acceptance), "verify": (verify_curves,), "kernels": (kernel_grid,)}
-    makers["model"] = model_curve, model_cycles, documents
+    makers["model"] = model_curve, model_cycles
     profiles = [found for found in results if found["bench"] == "profile"]
     made = [panel for found in results for maker in makers.get(found["bench"], ()) for panel in maker(found)]
     return [*made, phase_bars(profiles)] if profiles else made
@@ -195,39 +182,17 @@ def phase_bars(results: Sequence[Found]) -> BarPanel:
 
 def kernel_grid(found: Found) -> Iterator[Panel]:
     """Yield a grid of stock MLX's time over ours by case and rows; of an emulated result, of memory traffic."""
+    made: dict[tuple[str, int], float | None]
     if found["options"]["emulate"]:
-        yield from _traffic_grids(found["found"])
-        return
-    made: dict[tuple[str, int], float | None] = {}
-    for line in found["found"]:
-        seconds = line["seconds"]
-        right = None if line["wrong"] else ratio(seconds["stock"], seconds["ours"]).median
-        made[line["name"], line["rows"]] = right
+        title = "largest buffer, bytes requested over distinct, emulated: counts, not times"
+        made = {(line["op"], line["rows"]): line["reread"] for line in found["found"]}
+    else:
+        title = f"stock MLX's time over ours: {subject(found)}"
+        right = [line for line in found["found"] if not line["wrong"]]
+        made = dict.fromkeys((line["name"], line["rows"]) for line in found["found"])
+        made |= {(k["name"], k["rows"]): ratio(k["seconds"]["stock"], k["seconds"]["ours"]).median for k in right}
     if made:
-        yield _grid_of(f"stock MLX's time over ours: {subject(found)}", made)
-
-
-def _traffic_grids(lines: Sequence[Found]) -> Iterator[Panel]:
-    """Yield a grid of the number of times that kernels read their largest buffer, and one of the growth of traffic.
-
-    The second grid is of the kernels that read that buffer once. A grid without kernels is left out.
-    """
-    again = {line["op"] for line in lines if line["reread"] > ONCE}
-    first = {line["op"]: line["requested"] for line in sorted(lines, key=lambda line: -line["rows"])}
-    reads, growth = {}, {}
-    for line in lines:
-        place = line["op"], line["rows"]
-        if line["op"] in again:
-            reads[place] = line["reread"]
-        else:
-            growth[place] = line["requested"] / first[line["op"]]
-    titles = (
-        "largest buffer, bytes requested over distinct",
-        "largest buffer read once: bytes relative to the smallest M",
-    )
-    for title, made in zip(titles, (reads, growth), strict=True):
-        if made:
-            yield _grid_of(f"{title}, emulated: counts, not times", made)
+        yield _grid_of(title, made)
 
 
 def _grid_of(title: str, made: dict[tuple[str, int], Any]) -> GridPanel:
@@ -282,26 +247,3 @@ def model_cycles(found: Found) -> Iterator[Panel]:
     names = [f"{'plain' if m == 1 else f'k={m - 1}'}, {side}" for side, m in bars]
     title = f"predicted cycles: {subject(found)}, {found['options']['context']} tokens of context"
     yield BarPanel(title, "ms of a plain step, or of a cycle", names, parts, group=len(sides))
-
-
-def documents(found: Found) -> Iterator[Panel]:
-    """Yield the other engine's published times on the Mac Studio, the ranges of their floors, and our predictions.
-
-    A floor ranges from all experts shared to independent routing; nothing without published rows.
-    """
-    spans, marks = {}, {}
-    for line in (line for line in found["documents"] if line["machine"] == MAC):
-        for kind, step in (("plain", "plain"), ("cycle", f"k={line['drafts']}")):
-            name = f"{line['weights']} {line['context'] // 1024}k {step}"  # plain is equal for every k
-            floors = line["cycle_floor"] if kind == "cycle" else {SHOWN_OVERLAP: line["plain_floor"]}
-            spans[name] = 1e3 * min(floors.values()), 1e3 * max(floors.values())
-            marks[name] = [1e3 * x for x in (line[kind], floors[SHOWN_OVERLAP], line["predicted"][OURS][kind])]
-    labels = "published", "floor, routed as published", "ours, predicted, 4 bits"
-    if spans:
-        yield RangePanel(
-            f"another engine's {found['model']['name']} on a {MAC}, and its byte floor",
-            *("ms of a plain step, or of a cycle", [*spans], [*spans.values()]),
-            "floor: shared to independent routing",
-            dict(zip(labels, map(list, zip(*marks.values(), strict=True)), strict=True)),
-            [3, FLOOR, 0],
-        )

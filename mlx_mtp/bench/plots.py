@@ -12,7 +12,7 @@ import numpy as np
 
 from ..machine.atomic import write_whole
 from ..machine.errors import install
-from .panels import BarPanel, Found, GridPanel, LinePanel, Panel, RangePanel, panels
+from .panels import BarPanel, Found, GridPanel, LinePanel, Panel, panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -106,7 +106,7 @@ def figure(panels: Sequence[Panel], theme: Theme) -> "Figure":
     """Return a figure with panels one below the other, each with the height it needs; call it within `style`."""
     from matplotlib.figure import Figure
 
-    drawers: dict[type, Any] = {LinePanel: _lines, BarPanel: _bars, GridPanel: _grid, RangePanel: _ranges}
+    drawers: dict[type, Any] = {LinePanel: _lines, BarPanel: _bars, GridPanel: _grid}
     heights = [height(panel) for panel in panels]
     made = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
     places = made.subplots(len(panels), 1, height_ratios=heights, squeeze=False)
@@ -122,7 +122,7 @@ def height(panel: Panel) -> float:
     match panel:
         case BarPanel():
             return 1.3 + ROW * max(len(panel.bars), 0.55 * len(panel.parts))
-        case GridPanel() | RangePanel():
+        case GridPanel():
             return 1.8 + ROW * len(panel.rows)
     return 4.6
 
@@ -195,16 +195,3 @@ def contrast(a: Any, b: Any) -> float:
     linear = np.where(colours <= 0.04045, colours / 12.92, ((colours + 0.055) / 1.055) ** 2.4)
     low, high = sorted(linear @ (0.2126, 0.7152, 0.0722))
     return (high + 0.05) / (low + 0.05)
-
-
-def _ranges(panel: RangePanel, ax: "Axes", theme: Theme) -> None:
-    places = range(len(panel.rows))
-    low, high = zip(*panel.spans, strict=True)
-    ax.hlines(places, low, high, color=theme.ink, alpha=0.35, linewidth=7, label=panel.span_label)
-    for marker, colour, (name, values) in zip(MARKERS, panel.colours, panel.marks.items(), strict=False):
-        ax.plot(np.array(values, float), places, marker, color=theme.series[colour], label=name, markersize=7)
-    ax.set_yticks(places, panel.rows)
-    ax.invert_yaxis()
-    ax.set_xlim(left=0)
-    ax.set_axisbelow(True)
-    _finish(ax, "both", x=0.05)

@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.table import Table
 
-from .census import stream_rate
-from .profile import HOST, PHASES, Timer
+from .census import bytes_read, launches, stream_rate
+from .profile import HOST, PHASES, Timer, Workload, profile
 from .result import named, new_table
 from .roofline.chips import CHIPS, at_hand
 from .timing import Measured, measured, ratio
@@ -36,11 +36,17 @@ class Line:
         return self.nbytes and self.nbytes / (self.ms.median / 1e3)
 
 
-def raw(timers: Sequence[Timer], undisturbed: Sequence[float]) -> Found:
-    """Return the times of every round for a profile's result.
+def profiled(work: Workload, rounds: int, *, cooldown: float = 0.0, gbps: float | None = None) -> Found:
+    """Profile a generation; return what `raw` does, with operations and bytes of phases, and the bandwidth.
 
-    The caller adds "operations", "bytes" and "bandwidth", which tables need.
+    cooldown: seconds of rest before each turn. gbps: the bandwidth if it is stated, as in `bandwidth_of`.
     """
+    found = raw(*profile(work, rounds=rounds, cooldown=cooldown))
+    return {**found, "operations": launches(work), "bytes": bytes_read(work), "bandwidth": bandwidth_of(gbps)}
+
+
+def raw(timers: Sequence[Timer], undisturbed: Sequence[float]) -> Found:
+    """Return the times of every round for a profile's result."""
     first = timers[0]
     return {
         **{"tokens": len(first.tokens), "cycles": first.cycles, "undisturbed": undisturbed},

@@ -27,7 +27,6 @@ from ..layers.mla import ABSORBED_ROWS, AbsorbedMLA, LatentAttention
 from ..layers.norm_rope import Form
 from ..layers.sparse_mla import SparseMLA
 from ..tuning.kernel_sites import TOGETHER
-from .census import calls_noted
 from .timing import Call, Op
 
 LINEAR = (nn.Linear, nn.QuantizedLinear, nn.QQLinear)
@@ -196,12 +195,30 @@ def _taped(mixer: Any, dtype: mx.Dtype) -> RecurrentCache:
     return cache
 
 
+class Noted(nn.Module):
+    """Wraps a module with experts; each call stores its input in `inputs` by the module's id."""
+
+    def __init__(self, inner: Any, inputs: dict[int, mx.array]):
+        super().__init__()
+        self.inner, self._inputs = inner, inputs
+
+    def __call__(self, x: mx.array) -> Any:
+        self._inputs[id(self.inner)] = x
+        return self.inner(x)
+
+
 @contextmanager
 def expert_inputs(model: Any) -> Iterator[dict[int, mx.array]]:
     """Yield a dict in which calls of modules with experts, inside the block, store their last input by module id."""
     inputs: dict[int, mx.array] = {}
-    with calls_noted(target_modules(model), _has_experts, lambda block, x: inputs.update({id(block): x})):
+    places = [(m, name) for m in target_modules(model) for name, child in m.items() if _has_experts(child)]
+    for module, name in places:
+        module[name] = Noted(module[name], inputs)
+    try:
         yield inputs
+    finally:
+        for module, name in places:
+            module[name] = module[name].inner
 
 
 def _has_experts(child: Any) -> bool:

@@ -1,7 +1,6 @@
 """Define the commands of `mlx-mtp bench` that load no model (kernels, model, plot), and the group itself."""
 
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from .bench_options import (
     console,
     draw,
     finish,
-    numbers,
     picture_options,
     report,
     result_options,
@@ -25,10 +23,6 @@ from .together import check_command
 
 MOST_ROWS, USUAL_ROWS, QUICK_ROWS = 32, 8, 4
 CONTEXT = 4096
-BLOCK_RATES = (
-    "Assume that this share of a block drafter's drafts is accepted, each after an accepted one, such as 0.9,0.85; "
-    "later drafts have the last.  [default: published figures]"
-)
 
 
 @click.group(invoke_without_command=True)
@@ -54,13 +48,11 @@ def kernels(**flags: Any) -> None:
 
     Each kernel runs on the shapes of released models. Times need a Metal GPU. With --emulate each kernel runs on
     small shapes on the CPU, which needs clang (pip install -e '.[emulate]'), and its memory traffic is counted
-    instead; with --op verify_qmm, verify_glu, verify_qmm_mma, verify_gemv, verify_attention, verify_moe or
-    verify_head, a second table compares it with MLX's own kernels. Turns are short, so there is no rest before them
-    without --cooldown.
+    instead; with --op the table also has MLX's own kernels for products, LM heads, experts and attention. Turns are
+    short, so there is no rest before them without --cooldown.
     """
     from ..bench import result
-    from ..bench.kernels import OPS, speed_table, timed, traffic, traffic_table
-    from ..bench.stock_tables import TABLES
+    from ..bench.kernels import OPS, speed_table, stock_traffic, timed, traffic, traffic_table
     from ..kernels import on_metal
 
     op = flags["op"]
@@ -71,10 +63,8 @@ def kernels(**flags: Any) -> None:
     rows = flags["rows"] or (QUICK_ROWS if flags["quick"] else USUAL_ROWS)
     out = console(as_json=flags["as_json"])
     if flags["emulate"]:
-        found: list[Any] = list(traffic(op, rows))
+        found: list[Any] = [*traffic(op, rows), *stock_traffic(op, rows)]
         out.print(traffic_table(found))
-        if op in TABLES:
-            out.print(TABLES[op](rows))
     else:
         rounds = flags["rounds"] or (3 if flags["quick"] else 7)
         found = list(timed(op, rows, rounds, flags["cooldown"] or 0.0))
@@ -94,9 +84,7 @@ def kernels(**flags: Any) -> None:
 @option(
     "--ranks", type=IntRange(1), default=1, help="Number of machines: also the traffic between them, over two links."
 )
-@option("--block-rates", callback=partial(numbers, float), help=BLOCK_RATES)
-@option("--head-rates", callback=partial(numbers, float), help="The same for MTP heads.")
-@option("--quick", is_flag=True, help="Only verifies of 2 and 4 rows, and 3 and 7 drafts of a block.")
+@option("--quick", is_flag=True, help="Only verifies of 2 and 4 rows.")
 @result_options
 def model(**flags: Any) -> None:
     """Predict a model's byte floor and times on a chip.
@@ -104,9 +92,6 @@ def model(**flags: Any) -> None:
     No model runs. The floor of a phase is the bytes that it must read: shared weights, each expert that its rows
     visit once, LM head, KV caches, and recurrent states, which it also writes. A cost model with two constants per
     chip, fitted to published times of M <= 2 rows, predicts the times. --measured adds measured times.
-
-    For Qwen3.6-27B, Qwen3.6-35B-A3B and GLM-4.7-Flash it predicts tokens per second by number of drafts, of their MTP
-    heads and of a DFlash2 block drafter, on M1 Max to M5 Max. The shares of accepted drafts are assumptions.
     """
     from ..bench import result
     from ..bench.roofline import assemble, chips
@@ -128,9 +113,7 @@ def model(**flags: Any) -> None:
         if results and not flags["context"]:
             context = assemble.times(results[0])[0]["context"]
         rows = (2, 4) if flags["quick"] else assemble.ROWS
-        assumed = assemble.assumed_of(subject, flags["block_rates"], flags["head_rates"])
-        drafts = (3, 7) if flags["quick"] else assemble.BLOCK_DRAFTS
-        found = assemble.bench_model(subject, chip, context, rows, results, flags["ranks"], assumed, drafts)
+        found = assemble.bench_model(subject, chip, context, rows, results, flags["ranks"])
     notes = ["no chip that is known: bytes only; name one with --chip"] if chip is None else []
     report(found, flags, [*notes, *summary(found)])
 
@@ -142,7 +125,7 @@ def plot(files: tuple[Path, ...], **flags: Any) -> None:
     """Draw results of other commands as a picture or a page.
 
     FILES are results that other commands wrote with --out; give --plot, --html or both. The pictures show costs and
-    speeds, acceptance by kind of prompt, phases, and published times relative to their floor.
+    speeds, acceptance by kind of prompt, and phases.
     """
     from ..bench import result
 

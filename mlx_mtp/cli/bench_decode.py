@@ -1,6 +1,5 @@
 """Define the `mlx-mtp bench` commands that decode with a model: decode, compare, verify, profile, parallel."""
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ from .options import BITS, GIVEN
 
 SHOWN = 20  # maximum number of differing texts to list
 GRAMMAR = "FILE|builtin"
-EXCLUDED = "drafts", "contexts", "categories", "prompts", "preset", "synth_rates"  # options that --grammar excludes
-DOCUMENTS = ("stepwise_math",)  # its questions follow a context of source code
+EXCLUDED = "drafts", "contexts", "categories", "prompts", "synth_rates"  # options that --grammar excludes
 MOST_ROWS = 16  # maximum rows of a verify
 CONTEXTS, LOOKED_BACK = (
     {False: (1024, 4096), True: (128, 1024)},
@@ -38,9 +36,7 @@ INTEGERS = partial(shared.numbers, int)
 @option("--mtp-kv-bits", type=BITS, help="Quantize the heads' KV caches.")
 @option("--grammar", metavar=GRAMMAR, help="Decode under a JSON schema or .lark grammar; builtin: five schemas.")
 @image_options
-@option("--preset", type=Choice(["documents"]), help="The published experiment, compared with its figures.")
 @shared.run_options
-@option("--compare", type=GIVEN, help="Show the changes since this earlier result.")
 def decode(**flags: Any) -> None:
     """Compare tokens per second with and without drafts.
 
@@ -57,46 +53,30 @@ def decode(**flags: Any) -> None:
     `mlx-mtp verify-lossless` judges whether rounding explains a difference; `mlx-mtp doctor` checks and times each
     kernel; `mlx-mtp bench profile` and `mlx-mtp bench verify` show where the time goes.
     """
-    from ..bench import result
     from ..bench.decode import broken
 
-    if flags["preset"]:
-        _check_preset(flags)
     if flags["grammar"] and (given := [name for name in EXCLUDED if flags["each" if name == "prompts" else name]]):
         raise click.UsageError(f"--grammar excludes --{given[0].replace('_', '-')}; leave one of them out")
     if flags["images"]:
         _check_images(flags)
-    before = result.read(flags["compare"], "decode") if flags["compare"] else None
     flags["max_tokens"] = flags["max_tokens"] or (48 if flags["quick"] else 128)
     found = _measured(flags)
     _print(found, flags)
-    try:
-        if before:
-            _print_changes((flags["compare"],), before, found, as_json=flags["as_json"])
-    finally:
-        shared.finish(found, flags)
+    shared.finish(found, flags)
     if broken(found):
         raise SystemExit(1)
 
 
 def _check_images(flags: dict[str, Any]) -> None:
     """Raise UsageError if --image is combined with an option for other prompts, --grammar or --synth-rates."""
-    names = "contexts", "categories", "each", "preset", "synth_rates", "grammar"
+    names = "contexts", "categories", "each", "synth_rates", "grammar"
     if given := next((name for name in names if flags[name]), None):
         flag = "prompts" if given == "each" else given.replace("_", "-")
         raise click.UsageError(f"--image excludes --{flag}; leave one of them out")
 
 
-def _check_preset(flags: dict[str, Any]) -> None:
-    """Raise UsageError if --preset is combined with other conditions or lacks its model."""
-    if not (flags["model"] or flags["config"] or flags["quick"]):
-        raise click.UsageError("--preset documents needs --model or --config with three chained heads, or --quick")
-    if given := [name for name in ("contexts", "kv_bits", "mtp_kv_bits") if flags[name]]:
-        raise click.UsageError(f"--preset documents sets --{given[0].replace('_', '-')} itself; leave that out")
-
-
 def _measured(flags: dict[str, Any]) -> dict[str, Any]:
-    """Measure all conditions and return the result; --out is written after each of them."""
+    """Measure at all contexts and return the result; --out is written after each of them."""
     from ..bench import result
     from ..bench.decode import LoopSettings, as_result, measure, open_guided_session, open_session
     from ..bench.grammars import guided_prompts
@@ -111,48 +91,34 @@ def _measured(flags: dict[str, Any]) -> dict[str, Any]:
         session = open_guided_session(subject, rounds, cooldown)
     else:
         session = open_session(subject, flags["drafts"], rounds, cooldown)
-    conditions = _conditions(subject.model, flags)
-    only = flags["categories"].split(",") if flags["categories"] else DOCUMENTS if flags["preset"] else ()
-    of_all = {"each": flags["each"] or (1 if quick or flags["preset"] else 2), "only": only}
+    only = flags["categories"].split(",") if flags["categories"] else ()
+    of_all = {"each": flags["each"] or (1 if quick else 2), "only": only}
     if guided:
         made = [guided_prompts(subject, guided)]
     elif flags["images"]:
         made = [picture_prompts(subject, flags["images"], flags["resize_shape"])]
     else:
-        made = [
-            make_prompts(subject.tokenizer, subject.model.vocab_size, context=c, **of_all) for c, *_ in conditions
-        ]
+        tokenizer, size = subject.tokenizer, subject.model.vocab_size
+        made = [make_prompts(tokenizer, size, context=c, **of_all) for c in flags["contexts"] or (0,)]
     options = {"contenders": [loop.name for loop in session.loops], "max_tokens": flags["max_tokens"]}
-    options |= {name: flags[name] for name in ("categories", "each", "temp", "seed", "preset", "quick", "grammar")}
+    options |= {name: flags[name] for name in ("categories", "each", "temp", "seed", "quick", "grammar")}
     options["images"] = len(flags["images"])
     given = {
         "stop_tokens": subject.stop_tokens,
         "prefill_step_size": default_chunk(subject.model),
         **{name: flags[name] for name in ("max_tokens", "temp", "seed")},
+        **{name: flags[name] and int(flags[name]) for name in ("kv_bits", "mtp_kv_bits")},
     }
     settings = LoopSettings(kv_group_size=group_size_for(subject.model), **given)
-    for prompts, (_, kv_bits, mtp_kv_bits) in zip(made, conditions, strict=True):
+    for prompts in made:
         with shared.bar() as progress:
-            measure(session, prompts, replace(settings, kv_bits=kv_bits, mtp_kv_bits=mtp_kv_bits), progress)
+            measure(session, prompts, settings, progress)
         if flags["out"]:
-            result.write(as_result(session, options), flags["out"])  # keeps it if the next condition is interrupted
+            result.write(as_result(session, options), flags["out"])  # keeps it if the next context is interrupted
     return as_result(session, options)
 
 
-def _conditions(model: Any, flags: dict[str, Any]) -> list[tuple[int, int | None, int | None]]:
-    """Return the conditions to measure: tuples (context tokens, bits of target's cache, bits of heads' caches)."""
-    if flags["preset"]:
-        from ..bench import documents
-
-        documents.check(model)
-        published, quick = documents.conditions(), flags["quick"]
-        return [(documents.tokens(c, quick=quick), kv_bits, mtp_kv_bits) for c, kv_bits, mtp_kv_bits in published]
-    kv_bits, mtp_kv_bits = (flags[name] and int(flags[name]) for name in ("kv_bits", "mtp_kv_bits"))
-    return [(context, kv_bits, mtp_kv_bits) for context in flags["contexts"] or (0,)]
-
-
 def _print(found: dict[str, Any], flags: dict[str, Any]) -> None:
-    from ..bench import documents
     from ..bench.page import tables_of
 
     out = shared.console(as_json=flags["as_json"])
@@ -167,26 +133,8 @@ def _print(found: dict[str, Any], flags: dict[str, Any]) -> None:
         out.print(f"text differs: {d['contender']} on {place}, {what}")
     if len(found["differences"]) > SHOWN:
         out.print(f"and {len(found['differences']) - SHOWN} more texts")
-    if flags["preset"]:
-        out.print(documents.comparison(found, quick=flags["quick"]))
     if line := after_bench(bool(found["differences"]), flags):
         out.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _print_changes(
-    files: tuple[Path, ...], before: dict[str, Any], found: dict[str, Any], *, as_json: bool = False
-) -> None:
-    """Print the changes between two results. files: those read from disk, which an error names."""
-    from ..bench.decode_tables import compared, unlike
-
-    with shared.complete(files):
-        lines, table = unlike(before, found), compared(before, found)
-    out = shared.console(as_json=as_json)
-    for line in lines:
-        out.print(f"not alike: {line}", highlight=False)
-    out.print(
-        table if table.row_count else "nothing to compare: no loop has the same context and caches in both results"
-    )
 
 
 @click.command()
@@ -195,8 +143,17 @@ def _print_changes(
 def compare(before: Path, after: Path) -> None:
     """Show the changes between two results of `bench decode`."""
     from ..bench import result
+    from ..bench.decode_tables import compared, unlike
 
-    _print_changes((before, after), result.read(before, "decode"), result.read(after, "decode"))
+    results = result.read(before, "decode"), result.read(after, "decode")
+    with shared.complete((before, after)):
+        lines, table = unlike(*results), compared(*results)
+    out = shared.console(as_json=False)
+    for line in lines:
+        out.print(f"not alike: {line}", highlight=False)
+    out.print(
+        table if table.row_count else "nothing to compare: no loop has the same context and caches in both results"
+    )
 
 
 @click.command()
@@ -257,11 +214,11 @@ def profile(**flags: Any) -> None:
     The phases are prefill, draft, verify, accept, and the host in between. The decoding loop overlaps phases and MLX
     is lazy, so this command waits for the device after each phase. It also decodes the same text with the loop
     itself, alternately, which shows the cost of waiting. Every cycle has the same number of drafts, from the heads.
+    Bytes are those that a phase must read, as `bench model` counts them, with experts routed as published.
     On a Mac, --capture writes GPU traces for Xcode.
     """
     from ..bench import census, profile_report, result
     from ..bench.profile import Workload
-    from ..bench.profile import profile as measure
     from ..bench.subject import make_prompts
     from ..decoding.options import default_chunk, default_draft_tokens
 
@@ -277,9 +234,7 @@ def profile(**flags: Any) -> None:
     )
     rounds = flags["rounds"] or (9 if flags["quick"] else 21)
     with subject.acceptance():
-        raw = profile_report.raw(*measure(work, rounds=rounds, cooldown=shared.cooldown_of(flags)))
-        raw |= {"operations": census.launches(work), "bytes": census.bytes_read(work)}
-        raw["bandwidth"] = profile_report.bandwidth_of(flags["bandwidth"])
+        raw = profile_report.profiled(work, rounds, cooldown=shared.cooldown_of(flags), gbps=flags["bandwidth"])
         options = {"k": work.k, "max_tokens": work.max_tokens}
         options |= {name: flags[name] for name in ("category", "context", "quick")}
         shared.report(result.result("profile", subject.facts, options, **raw), flags, profile_report.remarks(raw))

@@ -16,7 +16,8 @@ from .launch import Traffic, Triple
 from .options import EmulatorOptions
 
 BODIES = Path(__file__).with_name("stock_metal")
-MOST_ROWS = 32  # queries times heads per KV head; beyond it MLX uses separate operations
+MOST_QUERIES = 8
+MOST_ROWS = 32  # queries times heads per KV head; beyond these MLX uses separate operations
 QUANTIZED = ("utils", "steel/gemm/gemm", "quantized_utils")
 POSITION = "threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
 NO_BATCH = "K, nullptr, nullptr, K, nullptr, nullptr, nullptr, nullptr"
@@ -143,10 +144,10 @@ def gather_qmv(
 
 def fused(rows: int, group: int) -> bool:
     """Return whether MLX has one of its `sdpa_vector` kernels for `rows` queries and `group` heads per KV head."""
-    return rows <= 8 and rows * group <= MOST_ROWS
+    return rows <= MOST_QUERIES and rows * group <= MOST_ROWS
 
 
-def _attention(q: mx.array, k: mx.array, v: mx.array, **constants: Any) -> tuple:
+def attention_launch(q: mx.array, k: mx.array, v: mx.array, **constants: Any) -> tuple:
     """Return the template, options, output and header of attention from q to k and v without a mask array."""
     template = [("T", q.dtype), ("V", v.shape[-1]), ("D", q.shape[-1]), ("KV_AXIS", int(k.shape[1] > 1))]
     options = EmulatorOptions(function_constants={**NO_MASK, **constants})
@@ -161,65 +162,47 @@ def sdpa_vector(
     causal: the L rows are the last of S positions, and each attends up to its own; else each attends to all.
     """
     (b, h, rows, _), kv = q.shape, k.shape[1]
-    template, options, output, header = _attention(q, k, v, do_causal=causal, blocks=1)
+    template, options, output, header = attention_launch(q, k, v, do_causal=causal, blocks=1)
     inputs = {"queries": q, "keys": k, "values": v, "gqa_factor": h // kv, "S": k.shape[2], "scale": scale}
     more = {"groups": (b * h, rows, 1), "threadgroup": (1024, 1, 1), "template": template, "options": options}
     return launched("sdpa_vector", inputs, output, header, **more)
 
 
-def sdpa_vector_2pass(
-    q: mx.array, k: mx.array, v: mx.array, *, scale: float, causal: bool = False, blocks: int = 32
-) -> tuple[mx.array, Traffic, Traffic]:
-    """Attend from q (1, H, L, D) to k, v (1, KV, S, D) in two passes: (1, H, L, D), and the traffic of both.
+def stock_kernels(n: int = 64, k: int = 1024) -> dict[str, Callable[[int], Traffic]]:
+    """Return functions of M that count the traffic of MLX's kernels at M rows, by name; in bfloat16.
 
-    `blocks`, a multiple of 32: the number of parts of the keys. MLX uses 32 to 1024 by chip, S, L and H / KV.
+    They are products with an (n, k) matrix, of 4 bits except for gemv; a product with 4 of 16 experts of 64 x 64; and
+    attention to 256 positions with 4 heads on one KV head. For qmv k is 64 less if it is a multiple of 512, where MLX
+    would not choose it.
     """
-    (b, h, rows, _), kv = q.shape, k.shape[1]
-    assert b == 1, f"{b} sequences"
-    template, options, output, header = _attention(q, k, v, do_causal=causal, blocks=blocks)
-    inputs = {"queries": q, "keys": k, "values": v, "S": k.shape[2], "scale": scale}
-    dealt = b, h, rows, blocks
-    parts = {"partials": ((*dealt, v.shape[-1]), q.dtype), "sums": (dealt, mx.float32), "maxs": (dealt, mx.float32)}
-    more = {"groups": (kv, b, blocks), "threadgroup": (32, h // kv, rows), "template": template, "options": options}
-    *found, asked = launched("sdpa_vector_2pass_1", inputs, parts, header, **more)
-    inputs = {**dict(zip(parts, found, strict=True)), "BLOCKS": blocks}
-    more |= {"groups": (b * h, rows, 1), "threadgroup": (1024, 1, 1), "template": template[:2]}
-    y, asked_last = launched("sdpa_vector_2pass_2", inputs, output, header, **more)
-    return y, asked, asked_last
+    products = {name: functools.partial(_matvec_case, name, n, k) for name in ("qmv_fast", "qmv_wide")}
+    products["qmv"] = functools.partial(_matvec_case, "qmv", n, k - 64 if k % 512 == 0 else k)
+    return {
+        **products,
+        "gemv": lambda m: gemv(_ones(m, k), _ones(n, k))[1],
+        "gather_qmv": _gather_case,
+        "sdpa_vector": _attention_case,
+    }
+
+
+def _ones(*shape: int) -> mx.array:
+    return mx.ones(shape, mx.bfloat16)
 
 
 def _matvec_case(kernel: str, n: int, k: int, m: int) -> Traffic:
-    w = mx.quantize(mx.ones((n, k)), 64, 4)
-    return quantized_matvec(mx.ones((m, k)), *w, group_size=64, bits=4, kernel=kernel)[1]
+    w = mx.quantize(_ones(n, k), 64, 4)
+    return quantized_matvec(_ones(m, k), *w, group_size=64, bits=4, kernel=kernel)[1]
 
 
-def _gather_case(n: int, k: int, m: int, experts: int = 8, top_k: int = 2) -> Traffic:
-    w, pairs = mx.quantize(mx.ones((experts, n, k)), 64, 4), mx.arange(m * top_k)
+def _gather_case(m: int, experts: int = 16, top_k: int = 4) -> Traffic:
+    w, pairs = mx.quantize(_ones(experts, 64, 64), 64, 4), mx.arange(m * top_k)
     # Neighbouring rows share no expert unless there are too few.
-    return gather_qmv(mx.ones((m, 1, k)), *w, pairs // top_k, pairs % experts, group_size=64, bits=4)[1]
+    return gather_qmv(_ones(m, 1, 64), *w, pairs // top_k, pairs % experts, group_size=64, bits=4)[1]
 
 
 def _attention_case(m: int) -> Traffic:
-    kv = mx.ones((1, 2, 128, 64))
-    return sdpa_vector(mx.ones((1, 8, m, 64)), kv, kv, scale=64**-0.5, causal=m > 1)[1]
-
-
-def stock_kernels(n: int = 64, k: int = 1024) -> dict[str, Callable[[int], Traffic]]:
-    """Return functions of M that count the traffic of MLX's kernels at M rows, by name.
-
-    They are 4-bit products with an (n, k) matrix, 2 of 8 experts, and attention over 128 rows with 8 heads on 2 KV
-    heads; for qmv k is 64 less if it is a multiple of 512, where MLX would not choose it.
-    """
-    columns = {
-        "qmv_fast": k,
-        "qmv": k - 64 if k % 512 == 0 else k,
-        "qmv_wide": k,
-    }  # qmv_fast does not support every K
-    products = {name: functools.partial(_matvec_case, name, n, own) for name, own in columns.items()}
-    return {**products, "gather_qmv": functools.partial(_gather_case, n, k), "sdpa_vector": _attention_case}
-
-
-DOT_BLOCK = 512 * 32  # elements that one threadgroup sums
+    kv = _ones(1, 1, 256, 64)
+    return sdpa_vector(_ones(1, 4, m, 64), kv, kv, scale=64**-0.5, causal=m > 1)[1]
 
 
 def tile(k: int, n: int) -> dict[str, int]:
@@ -249,16 +232,3 @@ def gemv(
     more |= {"options": replace(options, allow={*options.allow, "mem_none"})}
     header = (BODIES / "gemv.h").read_text()
     return launched("gemv", inputs, {"y": ((m, n), x.dtype)}, header, groups=groups, threadgroup=group, **more)
-
-
-def dot(x: mx.array, w: mx.array, options: EmulatorOptions | None = None) -> tuple[mx.array, Traffic]:
-    """Multiply rows of x (M, K) by w (1, K): return (M, 1) and the traffic; ValueError for K above DOT_BLOCK."""
-    m, k = x.shape
-    if k > DOT_BLOCK:
-        raise ValueError(f"x has rows of {k} values; one threadgroup sums at most {DOT_BLOCK}")
-    stride = -(-k // 8) * 8  # aligns its vectors in every row
-    inputs = {"x": mx.pad(x, [(0, 0), (0, stride - k)]), "w": w, "K": k, "STRIDE": stride}
-    outputs, header = {"partials": ((m, 1), mx.float32)}, include("utils", "dot")
-    more = {"groups": (1, m, 1), "threadgroup": (512, 1, 1), "template": [("T", x.dtype)], "options": options}
-    partials, traffic = launched("dot", inputs, outputs, header, **more)
-    return partials.astype(x.dtype), traffic

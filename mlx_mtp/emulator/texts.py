@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .kernel import MetalKernel, replaced
+from .kernel import MetalKernel, metal_kernel, replaced
 
 
 class LaunchText(NamedTuple):
@@ -58,19 +58,10 @@ class TextKernel(MetalKernel):
         return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
 
 
-def text_kernel(
-    name: str,
-    input_names: Sequence[str],
-    output_names: Sequence[str],
-    source: str,
-    header: str = "",
-    ensure_row_contiguous: bool = True,
-    atomic_outputs: bool = False,
-    **_: Any,
-) -> TextKernel:
+def text_kernel(*arguments: Any, **options: Any) -> TextKernel:
     """Return a kernel whose launches are recorded; the arguments are those of `mx.fast.metal_kernel`."""
-    names = [str(n) for n in input_names], [str(n) for n in output_names]
-    return TextKernel(name, *names, str(source), str(header), ensure_row_contiguous, atomic_outputs)
+    made = metal_kernel(*arguments, **options)
+    return TextKernel(**{f.name: getattr(made, f.name) for f in fields(made) if f.init})
 
 
 @contextmanager
@@ -86,12 +77,3 @@ def recorded() -> Iterator[list[RecordedLaunch]]:
             yield found
     finally:
         _recordings.pop()
-
-
-@contextmanager
-def collected() -> Iterator[list[LaunchText]]:
-    """Yield a list that holds the text of every launch once the block ends without an error; outputs are zeros."""
-    texts: list[LaunchText] = []
-    with recorded() as found:
-        yield texts
-        texts += [each.text for each in found]

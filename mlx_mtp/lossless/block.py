@@ -6,7 +6,6 @@ loop's drafts can be compared with these.
 """
 
 import math
-import re
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,17 +16,16 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from ..cache.kinds import make_caches
 from ..cache.slots import PooledKV, Span
-from ..checkpoint.parameters import named
 from ..decoding.drafters.block import MOST, Block
 from ..decoding.drafters.block_choice import BlockChoice
 from ..layers.target import Target
 from .heads import Known
 from .rounding_judge import OnePass
+from .wirings import Norms, norms_of
 
 TOGETHER = 32  # blocks of a pass
 TRIED = 128  # positions of a text at which other wirings are tried
 MOST_MASKS = 32  # tokens that are tried as the mask token
-Weights = list[tuple[str, mx.array]]
 # Groups of norms that a converter may have shifted by one, or failed to.
 NORMS = {
     "all norms": r"",
@@ -111,7 +109,7 @@ def wired(model: Any, wiring: BlockWiring) -> Generator[None, None, None]:
     drafter = block_of(model)
     net, shape = drafter.net, drafter.net.shape
     path, shift = wiring.norms or (r"$", 0)
-    norms = _norms(net, path)
+    norms = norms_of(net, path)
     try:
         _set(drafter, replace(shape, **wiring.shape), [(name, w + shift) for name, w in norms])
         yield
@@ -119,17 +117,13 @@ def wired(model: Any, wiring: BlockWiring) -> Generator[None, None, None]:
         _set(drafter, shape, norms)
 
 
-def _set(drafter: Block, shape: Any, norms: Weights) -> None:
+def _set(drafter: Block, shape: Any, norms: Norms) -> None:
     net = drafter.net
     net.shape, drafter.reads = shape, shape.taps
     net.rope = initialize_rope(shape.head_dim, shape.rope_theta, shape.interleaved, shape.rope, shape.positions)
     for layer, reach in zip(net.layers, shape.reaches, strict=True):
         layer.self_attn.reach = reach
     net.load_weights(norms, strict=False)
-
-
-def _norms(net: Any, path: str) -> Weights:
-    return [(name, w) for name, w in named(net).items() if name.endswith("norm.weight") and re.match(path, name)]
 
 
 def block_alternatives(model: Target, masks: Iterable[int]) -> list[BlockWiring]:

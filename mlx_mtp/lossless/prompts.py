@@ -89,8 +89,6 @@ def source(tokenizer: Any) -> list[int]:
 
 
 def chat(tokenizer: Any, question: str) -> list[int]:
-    """Return a question's tokens in the chat template, or without a template as a line of its own."""
-    if not tokenizer.has_chat_template:
-        return tokenizer.encode(f"{question}\n")
+    """Return a question's tokens in the chat template."""
     text = render(tokenizer, [{"role": "user", "content": question}], {"add_generation_prompt": True})
     return tokenizer.encode(text, add_special_tokens=False)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -68,7 +68,7 @@ class Wiring:
         """Apply the wiring, except `hidden`, to the heads of `model` inside the block; then restore them."""
         spec, heads = model.spec, list(model.mtp)
         path, shift = self.norms or (NO_NORM, 0)
-        lm_heads, norms = [head.get("head") for head in heads], [_norms(head, path) for head in heads]
+        lm_heads, norms = [head.get("head") for head in heads], [norms_of(head, path) for head in heads]
         others = [None if i is None else lm_heads[i] for i in self.lm_heads]
         shifted = [[(name, w + shift) for name, w in weights] for weights in norms]
         try:
@@ -118,27 +118,18 @@ def alternatives(model: Any) -> list[Wiring]:
         found.append(Wiring("head='shared' for 'own'", lm_heads=[None] * depths))
     found += [Wiring(f"the hidden state of the position {w}", hidden=by) for by, w in ((-1, "before"), (1, "behind"))]
     for name, path in NORMS.items():
-        if any(_norms(head, path) for head in model.mtp):
+        if any(norms_of(head, path) for head in model.mtp):
             found += [Wiring(f"{name} {shift:+d}", norms=(path, shift)) for shift in (1, -1)]
     return found
 
 
-class Tried(Protocol):
-    """A wiring that can be tried. `right` returns whether predictions with it are right, as `heads.right` does."""
-
-    @property
-    def name(self) -> str: ...
-
-    def right(self, model: Any, text: Known, depths: int) -> list[mx.array]: ...
-
-
 def diagnose(
-    model: Any, texts: list[Known], own: Rights, wirings: Sequence[Tried], progress: Callable[[int, int], None]
+    model: Any, texts: list[Known], own: Rights, wirings: Sequence[Any], progress: Callable[[int, int], None]
 ) -> list[Better]:
     """Return a Better per wiring that predicts clearly more tokens of these texts than the `own` one, best first.
 
-    own: `right` of each text with the model's wiring, which is restored. progress: called before each wiring with its
-    index and their number.
+    own: `right` of each text with the model's wiring, which is restored. wirings: each a Wiring or a BlockWiring.
+    progress: called before each wiring with its index and their number.
     """
     found = []
     for i, wiring in enumerate(wirings):
@@ -147,7 +138,7 @@ def diagnose(
     return sorted(filter(None, found), key=lambda better: -better.sds)
 
 
-def _try(model: Any, wiring: Tried, texts: list[Known], own: Rights) -> Better | None:
+def _try(model: Any, wiring: Any, texts: list[Known], own: Rights) -> Better | None:
     """Return the Better of `wiring`, compared with the model's own; None if it is not clearly better.
 
     The comparison stops at the first text after which the wiring is clearly worse.
@@ -174,7 +165,8 @@ def _gains(before: list[mx.array], after: list[mx.array]) -> np.ndarray:
     return total.reshape(-1, BLOCK).sum(axis=1)
 
 
-def _norms(head: Any, path: str) -> Norms:
+def norms_of(head: Any, path: str) -> Norms:
+    """Return the weights of a module's norms whose paths match a regex, by path."""
     return [(name, w) for name, w in named(head).items() if name.endswith("norm.weight") and re.match(path, name)]
 
 

@@ -57,7 +57,6 @@ def test_loops_under_a_schema(tmp_path, monkeypatch):
         (("--contexts", "64"), "--contexts"),
         (("--categories", "translation"), "--categories"),
         (("--prompts", 1), "--prompts"),
-        (("--preset", "documents", "--quick"), "--preset"),
     ],
 )
 def test_options_that_do_not_fit(more, word):

@@ -8,10 +8,11 @@ import mlx.core as mx
 import pytest
 from metal_cases import linux_only
 from product_clock import ProductClock
+from sweep import sampled
 
 from mlx_mtp import kernels as bindings
 from mlx_mtp.bench import kernels, timing
-from mlx_mtp.bench.kernels import OPS, compared, speed_table, speedup, traffic, traffic_table
+from mlx_mtp.bench.kernels import OPS, compared, speed_table, speedup, stock_traffic, traffic, traffic_table
 from mlx_mtp.bench.kernels_cases import CASES, SMALL, block_glu
 from mlx_mtp.layers.experts import Mixture
 from mlx_mtp.layers.lm_head import BlockHead
@@ -51,6 +52,41 @@ def test_sites_of_block_formats_have_cases():
     site = block_glu("q6_k", 64, 256)
     (y,) = site.stock(mx.random.normal((4, 256)))
     assert 0.1 < mx.abs(y).mean() < 1  # outputs like those of a layer
+
+
+def by_rows(op: str, rows: int) -> dict[tuple[str, int], dict]:
+    return {(line["op"], line["rows"]): line for line in (*traffic(op, rows), *stock_traffic(op, rows))}
+
+
+@linux_only
+@pytest.mark.parametrize(
+    ("op", "stock"),
+    sampled(
+        [("verify_qmm", "qmv_wide")],
+        [
+            *((op, name) for op in ("verify_qmm", "verify_glu") for name in ("qmv_fast", "qmv_wide")),
+            *(("verify_gemv", "gemv"), ("verify_head", "qmv_wide")),
+            *(("verify_moe", "gather_qmv"), ("verify_attention", "sdpa_vector")),
+        ],
+    ),
+)
+def test_more_rows_request_less_than_of_mlx(op, stock):
+    """Weights, keys and values are requested once by ours, and by MLX again for further rows or query heads."""
+    lines = by_rows(op, 8)
+    assert {name for name, _ in lines} >= {op, f"MLX {stock}"}
+    assert lines[op, 4]["reread"] == 1.0 < lines[f"MLX {stock}", 8]["reread"]
+    assert all(lines[op, m]["requested"] < lines[f"MLX {stock}", m]["requested"] for m in (2, 4, 8))
+    if op == "verify_head":  # no logits are written
+        assert lines[op, 8]["written"] < lines["MLX qmv_wide", 8]["written"] / 20 == 8 * 1024 * 2 / 20
+
+
+@linux_only
+def test_the_command_prints_mlx_below_an_op_up_to_its_rows():
+    done = command_line.call("bench", "kernels", "--emulate", "--op", "verify_qmm", "--rows", 2)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if "MLX qmv_wide" in line and " 2 " in line]
+    assert " ms" not in done.stdout
+    assert not [*stock_traffic(None, 2)]
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from sweep import sampled
 
+from bench.cost_model import documents
 from mlx_mtp import generate_step, load_model
-from mlx_mtp.bench import documents, random_model
+from mlx_mtp.bench import random_model
 from mlx_mtp.bench.roofline import chips, cost, models, ops, phases
 from mlx_mtp.bench.roofline.cost import KERNELS
 from mlx_mtp.bench.roofline.ops import OVERLAPS

@@ -130,7 +130,6 @@ def test_the_gap_is_the_time_over_the_floor(tmp_path):
     seconds = nbytes / (819e9 * found["chip"]["usable"])
     ratios = verify["seconds"] / seconds, verify["seconds"] / plain["seconds"]
     assert "{:.2f} ({:.2f}x; {:.2f})".format(verify["seconds"] * 1e3, *ratios) in shown.stdout
-    assert found["documents"] == []
 
 
 def test_a_config_and_a_checkpoint(tmp_path):

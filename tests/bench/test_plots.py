@@ -4,6 +4,7 @@ import itertools
 import re
 import statistics
 import sys
+from html import unescape
 from html.parser import HTMLParser
 
 import numpy as np
@@ -14,7 +15,7 @@ from results import decode_result, kernels_result, profile_result, verify_result
 from sweep import sampled
 
 from mlx_mtp.bench import page, panels, plots, result
-from mlx_mtp.bench.panels import BarPanel, GridPanel, LinePanel, RangePanel
+from mlx_mtp.bench.panels import BarPanel, GridPanel, LinePanel
 
 DARK_TOO = ("decode at contexts", "verify", "profile")
 DRAWN = [*((name, "light") for name in RESULTS), *((name, "dark") for name in DARK_TOO)]
@@ -74,7 +75,7 @@ def test_axes_have_names_with_units(name, made):
                 assert ax.get_ylim()[0] == 0
                 assert re.search(r"tokens/s|T\(1\)", panel.y_label)
                 assert [t.get_text() for t in ax.get_legend().get_texts()] == [s.label for s in panel.series]
-            case BarPanel() | RangePanel():
+            case BarPanel():
                 assert "ms" in panel.x_label
                 assert ax.get_xlim()[0] == 0
             case GridPanel():
@@ -104,14 +105,6 @@ def test_intervals_are_drawn_to_scale():
     for series, segments in zip(panel.series, bars, strict=True):
         ends = [(min(s[:, 1]), max(s[:, 1])) for s in segments]
         assert ends == [pytest.approx(pair) for pair in zip(series.low, series.high, strict=True)]
-
-
-def test_marks_and_ranges_follow_the_data():
-    panel, ax = drawn("model")[2]
-    shown = {line.get_label(): line for line in ax.get_lines() if not line.get_label().startswith("_")}
-    assert {name: list(line.get_xdata()) for name, line in shown.items()} == panel.marks
-    (spans,) = (c for c in ax.collections if c.get_label() == panel.span_label)
-    assert [(s[0][0], s[1][0]) for s in spans.get_segments()] == panel.spans
 
 
 def test_bars_have_the_length_of_the_data():
@@ -176,15 +169,11 @@ def test_phases_and_unexplained_time_sum_to_the_wall_time(made):
     assert last.parts["draft"][1] == 0 < last.parts["draft"][0]
 
 
-def test_the_model_next_to_the_documents(made):
-    curve, cycles, ranges = panels.panels(made("model"))
+def test_the_model_is_drawn_as_a_curve_and_as_cycles(made):
+    curve, cycles = panels.panels(made("model"))
     assert [s.label for s in curve.series][-2:] == ["stock MLX, predicted", "ours, predicted"]
     assert all(s.y[0] == 1 for s in curve.series)
     assert cycles.bars[:3] == ["plain, floor", "plain, stock MLX", "plain, ours"]
-    assert len(ranges.rows) == 12
-    assert ranges.marks["published"][3] == pytest.approx(1e3 * 3.06 / 40.03)
-    for (low, high), mark in zip(ranges.spans, ranges.marks["floor, routed as published"], strict=True):
-        assert low <= mark <= high
     dense = panels.panels(made("model, dense"))
     assert [s.label for s in dense[0].series] == ["floor", "stock MLX, predicted", "ours, predicted"]
     assert len(dense) == 2
@@ -195,17 +184,6 @@ def test_kernels_are_stock_over_ours(made):
     assert timed.rows == ["qmm 4096x4096", "experts"]
     assert timed.values == [[pytest.approx(1.4)] * 8, [pytest.approx(0.9)] * 8]
     assert counted.values[0] == list(range(1, 9))
-
-
-def test_kernels_that_read_once_are_drawn_by_their_growth():
-    found = kernels_result(timed=False)
-    for line in found["found"]:
-        if line["op"] == "verify_moe":
-            line |= {"reread": 1.0, "requested": 500 + 500 * line["rows"]}
-    reads, growth = panels.panels(found)
-    assert (reads.rows, growth.rows) == (["verify_qmm"], ["verify_moe"])
-    assert growth.values == [[(1 + m) / 2 for m in range(1, 9)]]
-    assert (growth.columns, growth.high) == ([str(m) for m in range(1, 9)], 4.5)
 
 
 def test_intervals_at_one_position_are_shifted():
@@ -280,9 +258,11 @@ def test_a_page_is_self_contained(made):
     assert "<z>" not in text
     for value in (made("decode")["environment"]["mlx"], "11251744", "mlx_lm"):
         assert value in text
+    words = {*unescape(re.sub(r"</?(pre|span)[^>]*>|│", " ", text)).split()}
     for found in results:
         for table in page.tables_of(found):
-            assert str(table.title) in re.sub(r"&#x27;", "'", text)
+            cells = [str(cell) for column in table.columns for cell in (column.header, *column.cells)]
+            assert {word for cell in [table.title, *cells] for word in str(cell).split()} <= words
 
 
 TABLES = {
@@ -291,7 +271,7 @@ TABLES = {
     "kernels, emulated": (lambda: kernels_result(timed=False), 1, ["8.00x"]),
     "profile": (lambda: profile_result(noise=0), 1, ["  build the verify", "12.00", "0.50"]),
     "decode": (lambda: decode_result((512, 4096), noise=0), 4, ["adaptive", "90%/70%/40%", "100.0"]),
-    "model": (model_result, 6, ["plain step", "75.9 (3.1/3.4/5.8x)"]),
+    "model": (model_result, 4, ["plain step", "verify"]),
 }
 
 
@@ -301,23 +281,6 @@ def test_tables_can_be_made_from_the_result(name):
     tables = list(page.tables_of(make()))
     assert len(tables) == count
     assert set(expected) <= {str(cell) for table in tables for column in table.columns for cell in column.cells}
-
-
-def test_the_numbers_below_a_picture_are_its_data(made):
-    for name in ("decode", "verify", "profile", "kernels", "model"):
-        for panel in panels.panels(made(name)):
-            table = page.numbers_of(panel)
-            cells = [list(column.cells) for column in table.columns]
-            match panel:
-                case LinePanel():
-                    assert cells[0] == [s.label for s in panel.series]
-                    first = panel.series[0]
-                    assert [column[0] for column in cells[1:]][: len(first.y)] == [f"{y:.4g}" for y in first.y]
-                case BarPanel():
-                    assert cells[0] == panel.bars
-                    assert cells[-1] == [f"{sum(x):.4g}" for x in zip(*panel.parts.values(), strict=True)]
-                case GridPanel() | RangePanel():
-                    assert cells[0] == panel.rows
 
 
 def test_saved_results_are_drawn(tmp_path, made):

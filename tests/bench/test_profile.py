@@ -1,6 +1,5 @@
 """Check `bench profile`: its phases with their launches and bytes, traces, and the command."""
 
-import itertools
 import json
 import time
 
@@ -16,6 +15,8 @@ import mlx_mtp
 from mlx_mtp.bench import census, profile_report
 from mlx_mtp.bench.page import tables_of
 from mlx_mtp.bench.profile import HOST, PHASES, Timer, Workload, decode_in_phases, profile
+from mlx_mtp.bench.roofline import phases
+from mlx_mtp.bench.roofline.models import of_port
 from mlx_mtp.decoding import step as step_module
 from mlx_mtp.decoding.drafters.heads import Heads
 from mlx_mtp.decoding.history import TokenHistory
@@ -214,22 +215,6 @@ def test_launches_by_phase(tiny_models):
     assert found[0]["verify"] in (by_hand.total(), by_hand.total() + 1)  # selecting the first token's row
 
 
-def test_bytes_are_those_of_weights_and_cached_rows(tiny_models):
-    # All experts are visited, so the target reads all its weights except the embedding.
-    model, _ = tiny_models(moe_top_k=4)
-    found = census.bytes_read(Workload(model, PROMPT, 2, 0, 64))
-    arrays = dict(tree_flatten(model.parameters()))
-    target = sum(a.nbytes for name, a in arrays.items() if not name.startswith(("mtp.", "model.embed_tokens")))
-    rows = len(PROMPT) + 1
-    caches = sum(2 * 4 * 16 * c.parts[0].shape[1] * rows for c in held(model, rows))
-    target += sum(layer.self_attn.rope.get("_freqs", mx.zeros(0)).nbytes for layer in model.layers)
-    assert found["verify"] == target + caches
-    assert found["prefill"] == target
-    fewer = census.bytes_read(Workload(tiny_models(moe_top_k=1)[0], PROMPT, 2, 0, 64))
-    switch = [a.nbytes for name, a in arrays.items() if ".switch_mlp." in name and not name.startswith("mtp.")]
-    assert found["verify"] - fewer["verify"] == sum(switch) * 3 / 4
-
-
 def held(model, rows):
     """Return the caches of a model after a prefill of `rows` rows."""
     cache = mlx_mtp.make_prompt_cache(model, num_draft_tokens=0)
@@ -237,40 +222,14 @@ def held(model, rows):
     return cache.layers
 
 
-def test_a_window_cache_is_read_up_to_its_window():
-    from mlx_mtp.cache.growing import LinearKVCache
-    from mlx_mtp.cache.ring import Ring, SlidingKVCache
-
-    for make, most in ((LinearKVCache, 100), (lambda: SlidingKVCache(Ring(8)), 8 + 32)):
-        cache = make()
-        cache.update_and_fetch(mx.zeros((1, 2, 100, 4)), mx.zeros((1, 2, 100, 4)))
-        assert census.cache_bytes(cache) == 2 * 2 * 4 * 4 * most
-
-
-def test_a_recycled_head_is_read_once_per_draft(tmp_path_factory):
-    path, _, _ = families.build("glm4_moe_untied", tmp_path_factory.mktemp("recycled"))
-    model = mlx_mtp.load_model(path)
-    (_, one), (_, three) = (census.dense_bytes(model, k) for k in (1, 3))
-    head = sum(a.nbytes for name, a in tree_flatten(model.mtp[0].parameters()) if ".switch_mlp." not in name)
-    own = model.mtp[0]
-    assert three == 3 * one
-    shared = 0 if "head" in own else model.lm_head.weight.nbytes
-    assert one == head + shared - (own.embed_tokens.weight.nbytes if "embed_tokens" in own else 0)
-
-
-def test_only_heads_that_draft_are_read(tiny_models):
-    model, _ = tiny_models()
-    sizes = [census.dense_bytes(model, k)[1] for k in range(4)]
-    heads = [sum(a.nbytes for _, a in tree_flatten(head.parameters())) for head in model.mtp]
-    assert [b - a for a, b in itertools.pairwise(sizes)] == heads
-
-
-def test_experts_are_restored(tiny_models):
-    model, _ = tiny_models()
-    kinds = [type(m) for _, m in model.named_modules()]
-    with census.visits_noted(model):
-        assert [type(m) for _, m in model.named_modules()] != kinds
-    assert [type(m) for _, m in model.named_modules()] == kinds
+@pytest.mark.parametrize("k", [0, 3])
+def test_bytes_are_those_of_the_floor_in_the_middle_of_the_text(tiny_models, k):
+    model = tiny_models()[0]
+    found, ops = census.bytes_read(Workload(model, PROMPT, 8, k, 5)), of_port(model)
+    assert found.keys() == {"prefill", "verify", *["draft"] * bool(k)}
+    assert found["verify"] == phases.pass_floor(ops, k + 1, len(PROMPT) + 4, "published").total
+    assert found.get("draft", 0) == phases.draft_floor(ops, k, len(PROMPT) + 4, "published").total
+    assert found["prefill"] == 3 * phases.pass_floor(ops, 5, 0, "published").total
 
 
 # Output

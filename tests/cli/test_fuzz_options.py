@@ -56,7 +56,7 @@ FEW_FLAGS = (
     "--texts",
 )
 READ_FLAGS = ("--model", "--hf-path", "--mtp-path", "--adapter-path", "--draft-model", "--draft-vocab", "--config")
-READ_FLAGS += ("--prompt-cache-file", "--compare", "--measured")
+READ_FLAGS += ("--prompt-cache-file", "--measured")
 WRITTEN_FLAGS = ("--out", "--mlx-path", "--plot", "--html", "--capture-path")
 WRITTEN_BY = {("cache-prompt", "--prompt-cache-file"), ("convert", "--mtp-path")}
 SLOW_FLAGS = ("--emulate", "--compile", "--diagnose", "--trust-remote-code")  # the last may download

@@ -7,13 +7,12 @@ import mlx.core as mx
 import published
 import pytest
 from metal_cases import linux_only
-from metal_texts import FEW, GROUPS, texts
+from metal_texts import FEW, GROUPS, collected, texts
 from sweep import SWEEP, paired, sampled
 
 from mlx_mtp.bench import compile_jobs
 from mlx_mtp.bench.random_model import shaped_model
 from mlx_mtp.emulator.front_end import check
-from mlx_mtp.emulator.texts import collected
 from mlx_mtp.kernels._source import DIRECTORY
 from mlx_mtp.tuning.kernel_sites import place
 from mlx_mtp.tuning.kernel_switch import trials

@@ -9,7 +9,7 @@ import itertools
 import mlx.core as mx
 import numpy as np
 import pytest
-from exact import DTYPES, activation, draw, one_row, same_bits
+from exact import DTYPES, activation, dot, draw, one_row, same_bits
 from metal_cases import linux_only
 from moe_blocks import visits
 from sweep import sweep
@@ -71,7 +71,7 @@ def test_unquantized_products(m, dtype, n, k):
     mx.random.seed(m)
     x, w = (mx.random.normal(shape).astype(dtype) for shape in ((m, k), (n, k)))
     y, (traffic,) = traffic_of(verify_gemv, x, w)
-    alone = stock.dot(x, w, QUIET) if n == 1 else stock.gemv(x, w, None, QUIET)
+    alone = dot(x, w, QUIET) if n == 1 else stock.gemv(x, w, None, QUIET)
     assert same_bits(y, alone[0])
     assert traffic["w"].bytes_read == (n + (n % 2 if n > 1 else 0)) * k * dtype.size
 

@@ -7,10 +7,10 @@ import mlx.core as mx
 import pytest
 from exact import CONTRACTIONS, DTYPES, FORMATS, draw, same_bits
 from metal_cases import linux_only
+from metal_texts import collected
 from sweep import sampled
 
 from mlx_mtp import emulator
-from mlx_mtp.emulator.texts import collected
 from mlx_mtp.kernels import (
     Experts,
     Quantized,

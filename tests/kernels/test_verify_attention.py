@@ -7,13 +7,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from attention_cases import Case, attended, by_stock, draw, in_float64
-from exact import CONTRACTIONS, DTYPES, same_bits
+from exact import CONTRACTIONS, DTYPES, same_bits, sdpa_vector_2pass
 from metal_cases import counted_launches, exact, linux_only, relative_error
 from sweep import SWEEP, sampled, sweep
 
 from mlx_mtp import emulator
 from mlx_mtp.cache import kinds
-from mlx_mtp.emulator.stock import fused, sdpa_vector, sdpa_vector_2pass
+from mlx_mtp.emulator.stock import fused, sdpa_vector
 from mlx_mtp.kernels import verify_attention, verify_attention_ref
 from mlx_mtp.kernels.verify_attention import FIRST_CHUNKS, GROUPS, Chunks, geometry, merge
 

@@ -5,7 +5,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models import switch_layers
 
-from mlx_mtp.bench.census import operations, visits_noted
+from mlx_mtp.bench.census import operations
 from mlx_mtp.layers.expert_rows import NumberedRows, number_rows
 
 
@@ -31,12 +31,3 @@ def test_only_products_without_biases():
     number_rows(model.modules())
     numbered = [isinstance(glu.up_proj, NumberedRows) for glu in model.layers]
     assert numbered == ["bias" not in glu.up_proj for glu in model.layers]
-
-
-def test_visits_of_experts_are_still_counted():
-    model = nn.Sequential(switch_layers.SwitchGLU(64, 32, 8))
-    nn.quantize(model, group_size=32, bits=4)
-    number_rows(model.modules())
-    with visits_noted(model) as visits:
-        model.layers[0](mx.zeros((1, 2, 64)), mx.zeros((1, 2, 2), mx.uint32))
-    assert [chosen.size for _, chosen in visits] == [4, 4, 4]

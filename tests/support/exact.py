@@ -1,5 +1,7 @@
 """Compare bits, create seeded quantized weights, and run MLX's own one-row kernel."""
 
+from pathlib import Path
+
 import mlx.core as mx
 import numpy as np
 
@@ -11,6 +13,7 @@ AFFINE = [("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (3
 FORMATS = [*AFFINE, ("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 CONTRACTIONS = ("off", "on", "fast")
+DOT_BLOCK = 512 * 32  # elements that one threadgroup of MLX's `dot` sums
 # The kernel that mx.compile creates for nn.silu, mx.clip and a product: MLX's operations, each rounded to T.
 ACTIVATION = """
     uint i = thread_position_in_grid.x;
@@ -65,3 +68,45 @@ def activation(gate: mx.array, up: mx.array, limit: float | None, options: emula
         options=options,
     )
     return y
+
+
+def body(name: str) -> str:
+    """Return the body of a kernel that calls MLX's function of this name."""
+    return Path(__file__).with_name(f"{name}.metal").read_text()
+
+
+def dot(x: mx.array, w: mx.array, options: emulator.Options | None = None) -> tuple[mx.array, emulator.Traffic]:
+    """Multiply rows of x (M, K) by w (1, K) with MLX's `dot`: return (M, 1) and the traffic.
+
+    ValueError for K above DOT_BLOCK.
+    """
+    m, k = x.shape
+    if k > DOT_BLOCK:
+        raise ValueError(f"x has rows of {k} values; one threadgroup sums at most {DOT_BLOCK}")
+    stride = -(-k // 8) * 8  # aligns its vectors in every row
+    inputs = {"x": mx.pad(x, [(0, 0), (0, stride - k)]), "w": w, "K": k, "STRIDE": stride}
+    outputs, header = {"partials": ((m, 1), mx.float32)}, stock.include("utils", "dot")
+    more = {"groups": (1, m, 1), "threadgroup": (512, 1, 1), "template": [("T", x.dtype)], "options": options}
+    partials, traffic = stock.launched("dot", inputs, outputs, header, body("dot"), **more)
+    return partials.astype(x.dtype), traffic
+
+
+def sdpa_vector_2pass(
+    q: mx.array, k: mx.array, v: mx.array, *, scale: float, causal: bool = False, blocks: int = 32
+) -> tuple[mx.array, emulator.Traffic, emulator.Traffic]:
+    """Attend from q (1, H, L, D) to k, v (1, KV, S, D) in two passes: (1, H, L, D), and the traffic of both.
+
+    `blocks`, a multiple of 32: the number of parts of the keys. MLX uses 32 to 1024 by chip, S, L and H / KV.
+    """
+    (b, h, rows, _), kv = q.shape, k.shape[1]
+    assert b == 1, f"{b} sequences"
+    template, options, output, header = stock.attention_launch(q, k, v, do_causal=causal, blocks=blocks)
+    inputs = {"queries": q, "keys": k, "values": v, "S": k.shape[2], "scale": scale}
+    dealt = b, h, rows, blocks
+    parts = {"partials": ((*dealt, v.shape[-1]), q.dtype), "sums": (dealt, mx.float32), "maxs": (dealt, mx.float32)}
+    more = {"groups": (kv, b, blocks), "threadgroup": (32, h // kv, rows), "template": template, "options": options}
+    *found, asked = stock.launched("sdpa_vector_2pass_1", inputs, parts, header, body("sdpa_vector_2pass_1"), **more)
+    inputs = {**dict(zip(parts, found, strict=True)), "BLOCKS": blocks}
+    more |= {"groups": (b * h, rows, 1), "threadgroup": (1024, 1, 1), "template": template[:2]}
+    y, asked_last = stock.launched("sdpa_vector_2pass_2", inputs, output, header, body("sdpa_vector_2pass_2"), **more)
+    return y, asked, asked_last

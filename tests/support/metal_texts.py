@@ -1,9 +1,10 @@
 """Collect the texts that MLX would compile for groups of launches."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from mlx_mtp.bench.kernel_launches import FORMATS, Launch, groups, spread
-from mlx_mtp.emulator.texts import LaunchText, collected
+from mlx_mtp.emulator.texts import LaunchText, recorded
 
 GROUPS = groups(FORMATS)
 # The number of launches per group that cover every op and each of the three types.
@@ -29,6 +30,15 @@ FEW = {
     "recurrences": 7,
     "spellings": 5,
 }
+
+
+@contextmanager
+def collected() -> Iterator[list[LaunchText]]:
+    """Yield a list that holds the text of every launch once the block ends without an error; outputs are zeros."""
+    texts: list[LaunchText] = []
+    with recorded() as found:
+        yield texts
+        texts += [each.text for each in found]
 
 
 def texts(launches: Iterator[Launch], few: int | None = None) -> list[LaunchText]:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import mlx.core as mx
+from metal_texts import collected
 
-from mlx_mtp.emulator.texts import LaunchText, collected
+from mlx_mtp.emulator.texts import LaunchText
 
 DIRECTORY = Path(__file__).with_name("planted")
 CASE = re.compile(r"=== (.*)\n(?:=> (.*)\n)?(?:with (.*)\n)?((?:.*\n)*?---\n)?((?:.*\n?)*)")

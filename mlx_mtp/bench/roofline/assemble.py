@@ -1,4 +1,4 @@
-"""Assemble the result of `mlx-mtp bench model`: floors, predictions, measured times, documents, errors."""
+"""Assemble the result of `mlx-mtp bench model`: floors, predictions, measured times, errors."""
 
 import re
 import warnings
@@ -13,11 +13,9 @@ from ...layers.port import Port
 from ...machine.paths import expanded
 from ..decode_tables import rows as loop_rows
 from ..decode_tables import settings
-from ..documents import MODEL, documents
 from ..random_model import shaped_model
 from ..result import result
 from ..timing import measured as interval
-from .block import ASSUMED, BLOCK_DRAFTS, HEADS_SOURCE, Assumed, by_drafts
 from .chips import CHIPS, Chip, find, fitted_chips, read_fitted
 from .links import over_links
 from .models import MODELS, of_port
@@ -26,7 +24,7 @@ from .phases import CYCLE, DRAFT, PLAIN, ROWS, VERIFY, floors, formats, kernels,
 
 Found = dict[str, Any]
 Time = tuple[int, str, int, str, float]  # context, phase, rows M, side, seconds
-DEMO = "demo"
+MODEL, DEMO = "Step-3.5-Flash", "demo"
 ALIKE = 0.8  # minimum ratio of bytes of two models that count as the same; vectors are not counted here
 NEAR = 256  # tokens by which contexts may differ: prompts vary in length, and a profile does not store its own
 
@@ -98,16 +96,12 @@ def bench_model(
     rows: Iterable[int] = ROWS,
     results: Sequence[Found] = (),
     ranks: int = 1,
-    assumed: Assumed | None = None,
-    drafts: Iterable[int] = BLOCK_DRAFTS,
 ) -> Found:
     """Return the result of `bench model`: floors in bytes and, with a chip, predicted times and savings of kernels.
 
     results: of `bench decode`, `verify` or `profile` of the same model, whose times at a similar context are added.
     ValueError if they have no similar context (see `nearest`), or bytes of weights that are too different (ALIKE).
     ranks: number of ranks that share the model; above 1, the messages between them are added.
-    assumed: acceptance, to predict the speeds of drafters; None: no speeds. drafts: numbers of drafts
-    per cycle of the block drafter for which speeds are predicted.
     """
     rows, model, fitted = list(rows), subject.model, read_fitted()
     facts = {"name": subject.name, "source": subject.source, "heads": len(model.drafts)}
@@ -126,31 +120,8 @@ def bench_model(
         found["formats"] = formats(model, chip, context)
     if ranks > 1:
         found["links"] = over_links(model, ranks, rows)
-    if assumed:
-        found["drafters"] = {
-            "assumed": {"block": list(assumed.block), "heads": list(assumed.heads), "source": assumed.source},
-            "lines": by_drafts(model, assumed, fitted_chips(), context, drafts),
-        }
     found["measured"] = [line for other in results for line in nearest(other, context)]
-    found["documents"] = documents(fitted_chips()) if subject.name == MODEL else []
     return result("model", facts, {"context": context, "rows": rows}, **found, validation=fitted["validation"])
-
-
-def assumed_of(subject: FloorSubject, block: Sequence[float], heads: Sequence[float]) -> Assumed | None:
-    """Return the acceptance to assume for a model, None if no speeds of drafters are predicted for it.
-
-    block, heads: rates as in `Assumed`, to assume instead of the published ones, if not empty. Raises ValueError for
-    rates outside of 0 to 1, and if rates are given for a model without predicted speeds.
-    """
-    found = ASSUMED.get(subject.name)
-    if (block or heads) and found is None:
-        raise ValueError(f"model={subject.name}: drafters are predicted only for {', '.join(ASSUMED)}")
-    if wrong := [rate for rate in (*block, *heads) if not 0 <= rate <= 1]:
-        raise ValueError(f"rate {wrong[0]:g} of accepted drafts; allowed are 0 to 1")
-    if found is None:
-        return None
-    sources = "DFlash2: as given" if block else found.source, "MTP heads: as given" if heads else HEADS_SOURCE
-    return Assumed(found.hidden, block or found.block, "; ".join(sources), heads or found.heads)
 
 
 def nearest(found: Found, context: int) -> list[Found]:

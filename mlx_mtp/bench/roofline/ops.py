@@ -194,16 +194,9 @@ class ModelOps:
             return [(self.drafts[0], k + 1 if depth == 0 else 1) for depth in range(k)]
         return [(head, k + 1 + depth) for depth, head in enumerate(self.drafts[:k])]
 
-    def stored(self, bits: float, group: float | None, value_bytes: float) -> "ModelOps":
-        """Return these operations with other formats: weights of `bits` bits, cached values of `value_bytes` bytes.
-
-        group: number of weights with one scale and bias; None: not quantized. Recurrent states are unchanged.
-        """
-        return _formatted(self, {"bits": bits, "group": group, "value_bytes": value_bytes, "packed": False})
-
-    def in_format(self, bits: float, group: float, *, packed: bool) -> "ModelOps":
-        """Return these operations with all weights in one format; see `LinearOp`."""
-        return _formatted(self, {"bits": bits, "group": group, "packed": packed})
+    def with_fields(self, **fields: Any) -> "ModelOps":
+        """Return these operations with all fields of these names replaced, such as bits and group of all weights."""
+        return _formatted(self, fields)
 
 
 def _formatted(part: Any, formats: dict[str, Any]) -> Any:

@@ -122,7 +122,7 @@ def formats(model: ModelOps, chip: Chip, context: int, rows: Iterable[int] = (1,
     """
     found = []
     for (name, (bits, group, packed)), m in product(FORMATS.items(), rows):
-        stored = model.in_format(bits, group, packed=packed)
+        stored = model.with_fields(bits=bits, group=group, packed=packed)
         times = seconds(of_model(stored, PassShape(m, ALL, context, SHOWN_OVERLAP), chip), chip)
         found.append({"format": name, "rows": m, "bytes": stored.total_bytes, "seconds": times})
     return found

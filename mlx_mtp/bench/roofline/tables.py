@@ -3,28 +3,24 @@
 from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
-from statistics import median
 from typing import Any
 
 from rich.table import Table
 
-from ..documents import CHIP, MAC
 from ..result import new_table
-from .block import CHIPS
-from .block import PLAIN as NO_DRAFTS
 from .chips import read_fitted
 from .cost import KERNELS
 from .links import LINKS
 from .ops import OVERLAPS
-from .phases import OURS, PHASES, PLAIN, SHOWN_OVERLAP, STOCK, VERIFY, shown_times
+from .phases import PHASES, PLAIN, SHOWN_OVERLAP, VERIFY, shown_times
 
 Found = dict[str, Any]
 
 
 def tables(found: Found) -> Iterator[Table]:
-    """Yield the tables of a `bench model` result: floors, gaps, savings of kernels, formats, links, drafters.
+    """Yield the tables of a `bench model` result: floors, gaps, savings of kernels, formats, links.
 
-    Those without data in the result are left out. For Step-3.5-Flash another engine's published times follow.
+    Those without data in the result are left out.
     """
     yield floor_table(found)
     if "predicted" in found or found.get("measured"):
@@ -35,11 +31,6 @@ def tables(found: Found) -> Iterator[Table]:
         yield formats_table(found)
     if "links" in found:
         yield links_table(found)
-    if "drafters" in found:
-        yield drafters_table(found)
-    if found["documents"]:
-        yield documents_table(found)
-        yield same_work_table(found)
 
 
 def summary(found: Found) -> list[str]:
@@ -140,28 +131,6 @@ def links_table(found: Found) -> Table:
     return table
 
 
-def drafters_table(found: Found) -> Table:
-    """Return a table of predicted tokens per second by drafter and number of drafts, on several chips."""
-    lines, assumed = found["drafters"]["lines"], found["drafters"]["assumed"]
-    plain = lines[0]["tokens_per_second"]
-    name, context = found["model"]["name"], found["options"]["context"]
-    title = f"predicted, not measured: tokens/s of {name} after {context} tokens of context"
-    shares = {name: ", ".join(f"{100 * rate:.3g}%" for rate in assumed[name]) for name in ("block", "heads")}
-    caption = (
-        f"(times plain decoding). Assumed: a draft is accepted, after an accepted one, in {shares['block']} of cases "
-        f"with DFlash2 and in {shares['heads']} with MTP heads, the last figure for all later ones "
-        f"({assumed['source']}); "
-        "all weights in 4 bits, the drafter's in 8; kernels as planned, also for more than 8 rows"
-    )
-    table = new_table(title, "drafter", "drafts", "tokens/cycle", *CHIPS, left=1, caption=caption)
-    for line, following in zip(lines, [*lines[1:], None], strict=True):
-        speeds = [f"{speed:.0f} ({speed / plain[chip]:.2f}x)" for chip, speed in line["tokens_per_second"].items()]
-        last = following is None or following["drafter"] != line["drafter"]
-        drafts = "" if line["drafter"] == NO_DRAFTS else str(line["drafts"])
-        table.add_row(line["drafter"], drafts, f"{line['tokens']:.2f}", *speeds, end_section=last)
-    return table
-
-
 def kernels_table(found: Found) -> Table:
     """Return a table of the predicted ms that kernels save in a pass of stock MLX, and their share of that pass.
 
@@ -190,56 +159,3 @@ def formats_table(found: Found) -> Table:
         of = list(group)
         table.add_row(name, f"{of[0]['bytes'] / 1e9:.2f}", *(f"{line['seconds'] * 1e3:.2f}" for line in of))
     return table
-
-
-def documents_table(found: Found, machine: str | None = MAC) -> Table:
-    """Return a table of another engine's published times over its byte floors; machine: None for all machines."""
-    lines = [line for line in found["documents"] if machine in (None, line["machine"])]
-    table = new_table(
-        f"another engine's {found['model']['name']} over its byte floor: {machine or 'all published rows'}",
-        *("weights", "KV", "context", "k", "plain ms", "floor", "cycle ms", "floor", "speed-up", "at the floor"),
-        left=2,
-        caption=f"(times the floor; a cycle's: {', '.join(OVERLAPS)} routing); floor ms: {SHOWN_OVERLAP} routing. "
-        f"At the floor: speed-up if plain steps and cycles both were. {MAC}: assumed to be an {CHIP}",
-    )
-    for _, group in groupby(lines, itemgetter("machine", "weights", "context")):
-        for line in group:
-            plain, cycle, floor, floors = (line[x] for x in ("plain", "cycle", "plain_floor", "cycle_floor"))
-            kv = ", ".join(filter(None, (line["kv_cache"], line["mtp_kv_cache"])))
-            weights = line["weights"] if machine else f"{line['machine']} {line['weights']}"
-            distances = "/".join(f"{cycle / floors[o]:.1f}" for o in OVERLAPS)
-            table.add_row(
-                *(weights, kv, f"{line['context'] // 1024}k", str(line["drafts"])),
-                *(f"{plain * 1e3:.1f} ({plain / floor:.1f}x)", f"{floor * 1e3:.1f}"),
-                *(f"{cycle * 1e3:.1f} ({distances}x)", f"{floors[SHOWN_OVERLAP] * 1e3:.1f}"),
-                *(f"{line['speedup']:.2f}", f"{speed_up(line, floor, floors[SHOWN_OVERLAP]):.2f}"),
-            )
-        table.add_section()
-    return table
-
-
-def same_work_table(found: Found) -> Table:
-    """Return a table of predicted times with MLX, stock and ours, next to another engine's published speed-ups.
-
-    The predictions are for the Mac on which that engine was measured, taken to be an M3 Ultra, and for the engine's
-    contexts and numbers of drafts.
-    """
-    title = f"the same on an {CHIP}, predicted: MLX, 4 bits, caches in 16, {SHOWN_OVERLAP} routing"
-    ours = [f"{side}: {name}" for side in (STOCK, OURS) for name in ("plain ms", "cycle ms", "speed-up")]
-    columns, caption = ("context", "k", "published speed-up", *ours), "speed-ups with the published tokens per cycle"
-    table = new_table(title, *columns, left=0, caption=caption)
-    lines = [line for line in found["documents"] if line["predicted"]]
-    for work in sorted({(line["context"], line["drafts"]) for line in lines}):
-        same = [line for line in lines if (line["context"], line["drafts"]) == work]
-        cells = [f"{work[0] // 1024}k", str(work[1]), " / ".join(f"{line['speedup']:.2f}" for line in same)]
-        for side in (STOCK, OURS):
-            plain, cycle = (same[0]["predicted"][side][kind] for kind in ("plain", "cycle"))
-            gain = median(speed_up(line, plain, cycle) for line in same)  # acceptance differs with the weights
-            cells += [f"{plain * 1e3:.1f}", f"{cycle * 1e3:.1f}", f"{gain:.2f}"]
-        table.add_row(*cells)
-    return table
-
-
-def speed_up(line: Found, plain: float, cycle: float) -> float:
-    """Return drafting's speed-up at these seconds of a step and a cycle, with a line's published tokens per cycle."""
-    return line["tokens_per_cycle"] * plain / cycle

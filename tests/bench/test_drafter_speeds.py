@@ -1,10 +1,10 @@
-"""Compare the predicted speeds of drafters in `bench model` with other figures of the cost model, and its options."""
+"""Compare the predicted speeds of drafters with other figures of the cost model, and the options of the script."""
 
-import json
+from functools import partial
 
 import mlx.core as mx
 import pytest
-from command_line import call
+from click.testing import CliRunner
 from launches.drafters import set_block_drafter
 from launches.graph import launches
 from launches.models import MODELS as TINY
@@ -12,7 +12,8 @@ from launches.models import WIDTH
 from launches.steps import StartState, make
 from sweep import sampled
 
-from mlx_mtp.bench.roofline import block, chips, models, phases
+from bench.cost_model import drafters as block
+from mlx_mtp.bench.roofline import chips, models, phases
 from mlx_mtp.bench.roofline.cost import ALL, PassShape
 from mlx_mtp.decoding.drafters.drafter import Frame
 from mlx_mtp.decoding.members import Single
@@ -78,27 +79,16 @@ def test_launches_of_a_block_drafter_are_those_of_its_graph(drafting, k):
     assert block.of_block(WIDTH, head, k, at, FITTED["M3 Ultra"]).launches == pytest.approx(counted, abs=2)
 
 
-def test_the_command_predicts_with_given_or_published_acceptance(tmp_path):
-    out = tmp_path / "out.json"
-    shown = call("bench", "model", "--model", "qwen3.6-27b", "--quick", "--block-rates", "1", "--out", out)
-    assert shown.returncode == 0, shown.stderr
-    assert "predicted, not measured: tokens/s of Qwen3.6-27B" in shown.stdout
-    found = json.loads(out.read_text())["drafters"]
-    assert [line["tokens"] for line in found["lines"] if line["drafter"] == "DFlash2"] == [4, 8]
-    assert found["assumed"]["heads"] == list(block.Assumed.heads)
-    assert "drafters" not in json.loads(call("bench", "model", "--model", "GLM-4.5", "--quick", "--json").stdout)
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("--model", "GLM-4.5", "--head-rates", "0.5"), "drafters are predicted only for Qwen3.6-27B, "),
-        (("--model", "GLM-4.7-Flash", "--block-rates", "1.5"), "rate 1.5 of accepted drafts; allowed are 0 to 1"),
-        (("--model", "GLM-4.7-Flash", "--block-rates", "x"), "expected probabilities with commas between them"),
-    ],
-)
-def test_mistakes_are_one_line(args, message):
-    shown = call("bench", "model", *args)
-    assert shown.returncode != 0
-    assert message in shown.stderr
-    assert shown.stderr.count("\n") == 1
+def test_the_script_predicts_with_given_or_published_acceptance():
+    run = partial(CliRunner().invoke, block.main, catch_exceptions=False)
+    shown = run(["--model", "qwen3.6-27b", "--block-rates", "1"]).output
+    assert "predicted, not measured: tokens/s of Qwen3.6-27B" in shown
+    drafts = [line.split("│")[3].strip() for line in shown.splitlines() if line.startswith("│ DFlash2")]
+    assert drafts == [f"{k + 1}.00" for k in range(1, 16)]
+    assert "100% of cases with DFlash2 and in 80%, 70% with MTP heads" in " ".join(shown.split())
+    for args, message in {
+        ("--model", "GLM-4.5"): "'GLM-4.5' is not one of",
+        ("--model", "GLM-4.7-Flash", "--block-rates", "1.5"): "rate 1.5 of accepted drafts; allowed are 0 to 1",
+        ("--model", "GLM-4.7-Flash", "--block-rates", "x"): "expected probabilities with commas between them",
+    }.items():
+        assert message in run(args).output

@@ -1,19 +1,30 @@
 """Predict tokens per second by number of drafts, of a DFlash2 block drafter and of MTP heads, on Apple's chips.
 
-Nothing here is measured. How often drafts are accepted is an assumption, from figures that others published.
+    python -m bench.cost_model.drafters --model Qwen3.6-27B [--context 4096] [--block-rates 0.9,0.85]
+
+Run it at the checkout's root. Nothing here is measured. How often drafts are accepted is an assumption, from figures
+that others published. --block-rates and --head-rates replace it by the shares of drafts that are accepted, each after
+an accepted one; the last share also holds for later drafts.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, chain, islice, repeat
 from operator import mul
 from typing import Any
 
-from .chips import Chip
-from .cost import ALL, PassCosts, PassShape, collect, of_drafts, of_model, seconds
-from .models import gqa, mlp
-from .ops import LinearOp, ModelOps, Op
-from .phases import SHOWN_OVERLAP
+import click
+from rich.console import Console
+from rich.table import Table
+
+from mlx_mtp.bench.result import new_table
+from mlx_mtp.bench.roofline.chips import Chip, fitted_chips
+from mlx_mtp.bench.roofline.cost import ALL, PassCosts, PassShape, collect, of_drafts, of_model, seconds
+from mlx_mtp.bench.roofline.models import MODELS, gqa, mlp
+from mlx_mtp.bench.roofline.ops import LinearOp, ModelOps, Op
+from mlx_mtp.bench.roofline.phases import SHOWN_OVERLAP
+from mlx_mtp.cli.bench_options import numbers
 
 CHIPS = ("M1 Max", "M2 Max", "M3 Max 40c", "M4 Max 40c", "M5 Max 40c")
 HEAD_DRAFTS, BLOCK_DRAFTS = range(1, 4), range(1, 16)
@@ -113,3 +124,44 @@ def _cycle(model: ModelOps, hidden: int, drafter: str, k: int, chip: Chip, conte
     elif k:
         costs.append(of_block(hidden, model.head, k, at, chip))
     return sum(seconds(cost, chip) for cost in costs)
+
+
+def table_of(name: str, assumed: Assumed, lines: Sequence[dict[str, Any]], context: int) -> Table:
+    """Return a table of predicted tokens per second by drafter and number of drafts, on several chips."""
+    plain = lines[0]["tokens_per_second"]
+    title = f"predicted, not measured: tokens/s of {name} after {context} tokens of context"
+    block, heads = (", ".join(f"{100 * rate:.3g}%" for rate in rates) for rates in (assumed.block, assumed.heads))
+    caption = (
+        f"(times plain decoding). Assumed: a draft is accepted, after an accepted one, in {block} of cases with "
+        f"DFlash2 and in {heads} with MTP heads, the last figure for all later ones ({assumed.source}); "
+        "all weights in 4 bits, the drafter's in 8; kernels as planned, also for more than 8 rows"
+    )
+    table = new_table(title, "drafter", "drafts", "tokens/cycle", *CHIPS, left=1, caption=caption)
+    for line, following in zip(lines, [*lines[1:], None], strict=True):
+        speeds = [f"{speed:.0f} ({speed / plain[chip]:.2f}x)" for chip, speed in line["tokens_per_second"].items()]
+        last = following is None or following["drafter"] != line["drafter"]
+        drafts = "" if line["drafter"] == PLAIN else str(line["drafts"])
+        table.add_row(line["drafter"], drafts, f"{line['tokens']:.2f}", *speeds, end_section=last)
+    return table
+
+
+@click.command(help=__doc__)
+@click.option("--model", type=click.Choice([*ASSUMED], case_sensitive=False), required=True)
+@click.option("--context", type=click.IntRange(1), default=4096)
+@click.option("--block-rates", callback=partial(numbers, float))
+@click.option("--head-rates", callback=partial(numbers, float))
+def main(model: str, context: int, block_rates: tuple[float, ...], head_rates: tuple[float, ...]) -> None:
+    if wrong := [rate for rate in (*block_rates, *head_rates) if not 0 <= rate <= 1]:
+        raise click.BadParameter(f"rate {wrong[0]:g} of accepted drafts; allowed are 0 to 1")
+    found = ASSUMED[model]
+    sources = (
+        "DFlash2: as given" if block_rates else found.source,
+        "MTP heads: as given" if head_rates else HEADS_SOURCE,
+    )
+    assumed = Assumed(found.hidden, block_rates or found.block, "; ".join(sources), head_rates or found.heads)
+    lines = by_drafts(MODELS[model], assumed, fitted_chips(), context)
+    Console(width=160).print(table_of(model, assumed, lines, context))
+
+
+if __name__ == "__main__":
+    main()

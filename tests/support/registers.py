@@ -10,14 +10,14 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from .dialect import closing, kernels, to_opencl
-from .opencl import LIBRARY, STRICT, Diagnostic, expanded, language, preamble_text, precompiled, run
-from .options import CompileError
+from mlx_mtp.emulator.dialect import closing, kernels, to_opencl
+from mlx_mtp.emulator.opencl import LIBRARY, Diagnostic, expanded, language, preamble_text, precompiled, run
+from mlx_mtp.emulator.options import CompileError
 
 WORDS = 128  # registers per thread
 WAVES = 10  # simdgroups at once; unless stated, the scheduler uses more registers than exist
 COMMAND = ["--target=amdgcn-amd-amdhsa", "-mcpu=gfx1100", "-nogpulib", "-O2", "-Wno-everything"]
-DEFINITIONS = "#include <registers.h>\n"
+DEFINITIONS = Path(__file__).with_name("registers.h")
 # A thread's attributes, from the group's size and from instructions that return its position.
 ATTRIBUTES = {
     "thread_index_in_threadgroup": "place",
@@ -76,7 +76,7 @@ def registers(text: str, name: str = "program_source", words: int = WORDS) -> Re
     if messages:
         raise CompileError(f"kernel {name} does not compile for the register count:\n{_lines(messages)}")
     if undefined := sorted(set(_CALL.findall(assembly))):
-        where = f"{STRICT.name}/registers.h must define to count registers"
+        where = f"{DEFINITIONS.name} must define to count registers"
         raise CompileError(f"kernel {name} calls {', '.join(undefined)}, which {where}")
     counts = {key: int(value) for key, value in _METADATA.findall(assembly)}
     threadgroup = max((int(size, 0) for size in _BYTES.findall(assembly)), default=0)
@@ -118,4 +118,4 @@ def _with_entry(source: str, words: int) -> str:
 
 @functools.cache
 def _parsed() -> Path:
-    return precompiled("registers", _command(), f"{LIBRARY}{DEFINITIONS}", _compiled(preamble_text()))
+    return precompiled("registers", _command(), f"{LIBRARY}{DEFINITIONS.read_text()}", _compiled(preamble_text()))

@@ -1,8 +1,6 @@
 // Definitions of functions of Metal, to compile kernels for an AMD GPU and count their registers; the code cannot run. What
 // that GPU has an instruction for is that instruction, the rest is an empty one with the same operands. A function without a
 // definition here stays undefined, and `registers.py` reports it.
-#pragma once
-#include <metal_stdlib>
 
 #define DEFINED_1(NAME, T)                                   \
   METAL_FUNC T NAME(T x) {                                   \
