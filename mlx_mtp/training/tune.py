@@ -16,7 +16,6 @@ from ..layers.port import Port
 from ..machine.errors import one_line
 from ..machine.paths import expanded
 from . import heads as making
-from .dense import dense
 from .estimate import Estimate, estimate, fit
 from .measure import Acceptance, measure
 from .reading import HELD_OUT, pieces, record, skip_recorded
@@ -100,16 +99,15 @@ def tune_heads(
     try:
         recording.check_room(settings.tokens)
         _workshop(work).restore()  # refuses a model or settings before anything is recorded
-        with dense(without_heads(model)) as expanded:
-            _record(work, given, FEWEST)
-            workshop = _workshop(work)
-            rows, checkpoint = fit(workshop, settings.rows, LENGTH)
-            if confirm:
-                confirm(_costs(work, workshop, rows, checkpoint=checkpoint, write=texts is None, expanded=expanded))
-            workshop.restore()
-            _record(work, given, settings.tokens)
-            workshop = _workshop(work)
-            training = _train(work, workshop, rows, checkpoint=checkpoint)
+        _record(work, given, FEWEST)
+        workshop = _workshop(work)
+        rows, checkpoint = fit(workshop, settings.rows, LENGTH)
+        if confirm:
+            confirm(_costs(work, workshop, rows, checkpoint=checkpoint, write=texts is None))
+        workshop.restore()
+        _record(work, given, settings.tokens)
+        workshop = _workshop(work)
+        training = _train(work, workshop, rows, checkpoint=checkpoint)
         tuned = _finish(work, workshop, training)
     except (ValueError, OSError):
         if recording.size < FEWEST:
@@ -283,11 +281,4 @@ def _finish(work: _Work, workshop: making.Workshop, training: _Training) -> Tune
 def _measured(work: _Work, workshop: making.Workshop) -> Acceptance:
     """Return the acceptance of the heads in the model on the held-out documents."""
     held = [document for document in work.recording.documents if document.held]
-    with dense(work.model.modules()):
-        return measure(work.model, work.recording, held, workshop.depths)
-
-
-def without_heads(model: Any) -> list[Any]:
-    """Return all modules of a model but those of its MTP heads."""
-    heads = {id(module) for head in model.mtp for module in head.modules()}
-    return [module for module in model.modules() if id(module) not in heads]
+    return measure(work.model, work.recording, held, workshop.depths)
