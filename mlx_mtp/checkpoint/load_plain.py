@@ -25,7 +25,7 @@ from .files import fill_model, read_tensors
 from .packed.arrays import read_arrays
 from .packed.contents import recognize
 from .packed.modules import Packed
-from .packed.sanitize import Tensors, sanitized
+from .packed.sanitize import sanitized
 from .parameters import check_codes, check_numbers, named
 from .quant_methods import packed_by
 from .report import make_report
@@ -141,15 +141,10 @@ def _sanitize(
     unused = OF_ACTIVATIONS if packed else ()
     plain = {n: tensor for n, tensor in stored.trunk.items() if n not in parts and not n.endswith(unused)}
     weights = read_tensors(plain)
-    made = sanitized(partial(_mlx_lms, model, weights), read_arrays(packed), model, weights)
+    own = getattr(type(model), "sanitize", lambda _, tensors: tensors)
+    made = sanitized(lambda arrays: own(model, weights | arrays), read_arrays(packed), model, weights)
     place_blocks(model, made)
     return made
-
-
-def _mlx_lms(model: Any, plain: Tensors, packed: Tensors) -> Tensors:
-    """Return the result of the family's `sanitize` in mlx-lm, or all tensors unchanged if it has none."""
-    weights = plain | packed
-    return type(model).sanitize(model, weights) if hasattr(type(model), "sanitize") else weights
 
 
 def _load_weights(

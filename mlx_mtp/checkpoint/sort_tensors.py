@@ -44,11 +44,6 @@ class Drafting:
         """Whether MTP heads are to be loaded."""
         return self.mtp and (self.draft_model is None or self.joins)
 
-    @property
-    def head_overrides(self) -> dict[str, Any]:
-        """`mtp_overrides`, if it is for the MTP heads and not for `draft_model`."""
-        return self.mtp_overrides if self.draft_model is None else {}
-
     def check(self) -> None:
         """Raise ValueError for options that exclude each other."""
         for name in ("mtp_path",) if self.joins else ("draft_model", "mtp_path", "mtp_overrides"):
@@ -164,7 +159,9 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
         raise ValueError(f"{heads[name].file}: no tensors of MTP depth {min(missing)}, {but}")
     if vocab := next((heads[name].shape[0] for name, (_, inside) in places.items() if inside == "d2t"), 0):
         spec = replace(spec, draft_vocab=vocab)
-    spec = spec.override(drafting.head_overrides).resolve([path for _, path in places.values()])
+    if drafting.draft_model is None:  # else `mtp_overrides` is for that
+        spec = spec.override(drafting.mtp_overrides)
+    spec = spec.resolve([path for _, path in places.values()])
     if spec.head == "shared":  # mtp_overrides may replace a head's own LM head
         places = {name: place for name, place in places.items() if not place[1].startswith("head.")}
     if spec.topology == "recycle":  # only the first head is recycled

@@ -170,11 +170,6 @@ def vision_facts(config: dict, vision: Any, blind: str, ignored: tuple[str, ...]
     return {"vision": f"{vision.summary}; read at the first picture", "ignored": left}
 
 
-def adding_tower(path: Path) -> str:
-    """Return the command that writes the base model's vision tower into a checkpoint directory."""
-    return f"mlx-mtp convert --hf-path {base_model(path)} --vision-only --vision-path {quote(str(path))}"
-
-
 def _no_family(config: dict) -> str:
     return f"model_type {config.get('model_type')!r} reads no pictures here; supported are {', '.join(tower_names())}"
 
@@ -183,7 +178,8 @@ def _absent(path: Path, config: dict) -> str:
     """Return why a checkpoint without a tower reads no pictures, and what to do."""
     if find_tower(config) is None:
         return f"{path}: {_no_family(config)}"
-    return f"{path}: no vision tower in it; to add it: {adding_tower(path)}"
+    command = f"mlx-mtp convert --hf-path {base_model(path)} --vision-only --vision-path {quote(str(path))}"
+    return f"{path}: no vision tower in it; to add it: {command}"
 
 
 def _of_tower(kind: ModuleType, header: Header) -> Header:

@@ -302,9 +302,6 @@ def listed_quantization(parameters: list[Parameter]) -> dict[str, Any] | None:
     """
     target = [p for p in parameters if p.form.bits and not p.path.startswith("mtp.")]
     target.sort(key=lambda p: (p.form.bits, p.form.mode))
-    return listed({p.path.removesuffix(".weight"): _format(p.form) for p in target})
-
-
-def _format(form: Form) -> Format:
-    blocks = BLOCK_FORMATS.get(form.mode)
-    return Format(GROUP if blocks is None else blocks.group_size, form.bits, form.mode)
+    sizes = {mode: blocks.group_size for mode, blocks in BLOCK_FORMATS.items()}
+    forms = {p.path.removesuffix(".weight"): p.form for p in target}
+    return listed({path: Format(sizes.get(f.mode, GROUP), f.bits, f.mode) for path, f in forms.items()})
