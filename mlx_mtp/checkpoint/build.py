@@ -19,9 +19,11 @@ from mlx_lm.utils import infer_quant_config
 from ..decoding.memory_needs import Budget
 from ..layers.block_drafter import BlockNetwork
 from ..layers.blocks import place_blocks
+from ..layers.expert_rows import cut_experts, number_rows
 from ..layers.mtp_spec import MTPSpec
 from ..layers.port import Port
 from ..layers.scaled import scale_outputs
+from ..layers.shared_rope import share_angles
 from ..machine.errors import first_line, one_line
 from ..models.config.normalize import normalize
 from ..models.config.rope_modules import apply_rope
@@ -85,7 +87,10 @@ def load_port(
     runtime.vision, runtime.blind = open_vision(path, config, contents.stored, sight, width, model.embedded)
     stored = _stored(model, contents)
     expanded = _expand_experts(model)
-    opened = None if drafting.draft_model is None else _open_for(model, drafting)
+    opened = None
+    if drafting.draft_model is not None:
+        found = resolve(drafting.draft_model)
+        opened = *_open_drafter(found, len(model.layers), width, drafting.mtp_overrides)[1:], found
     if not lazy:
         with naming_config(path), counted(model, opened and opened[0].mtp[0]):
             budget.check(model, path)
@@ -109,6 +114,10 @@ def load_port(
     if 0 < contents.depths < (model.report.declared or 0) and not drafting.mtp_overrides:
         found = f"tensors of {contents.depths} MTP heads found, config.json declares {model.report.declared}"
         warnings.warn(f"{path}: {found}", stacklevel=4)
+    if mx.default_device() == mx.cpu:
+        share_angles(model)
+    cut_experts(model)
+    number_rows(model.modules())
     return model
 
 
@@ -265,13 +274,6 @@ def _tie(model: Any) -> None:
         for name, shared in (("head", model.language.get("lm_head")), ("embed_tokens", model.model.embed_tokens)):
             if name in head and shared is not None and same(named(head[name]), named(shared)):
                 head.pop(name)
-
-
-def _open_for(model: Any, drafting: Drafting) -> tuple["DrafterAlone", Contents, Path]:
-    """Return a target's external drafter, downloaded if needed: (model with lazy weights, tensors, directory)."""
-    path = resolve(drafting.draft_model)  # type: ignore[arg-type] - not None
-    layers, size = model.args.num_hidden_layers, model.model.norm.weight.size
-    return *_open_drafter(path, layers, size, drafting.mtp_overrides)[1:], path
 
 
 def _attach(model: Any, drafter: "DrafterAlone", contents: Contents, path: Path) -> tuple[str, tuple[str, ...]]:

@@ -332,14 +332,10 @@ def extract_heads(
     mtp_q_group_size: if both are None, the heads are not quantized, but get 8 bits if mtp_path is a directory whose
     config.json states a quantization. Other parameters and errors are those of `convert`.
     """
-    new = expanded(mtp_path).resolve()
-    quantized = new.is_dir() and is_quantized(new)
+    folder = expanded(mtp_path).resolve()
+    quantized = folder.is_dir() and is_quantized(folder)
     precision = Precision(None, None, *format_of_heads(mtp_q_group_size, mtp_q_bits, quantize=quantized), dtype=dtype)
-    new = new / SIDECAR if new.is_dir() else new
-    if new.suffix != ".safetensors":
-        raise ValueError(f"mtp_path={mtp_path}: allowed are an existing directory, or a new file *.safetensors")
-    if new.exists():
-        raise ValueError(f"mtp_path={new}: already there; name a new file, or delete it")
+    new = writer.new_file("mtp_path", mtp_path, SIDECAR)
     small = ("*.json", *SIDECAR_FILES)
     files = files_of_heads(named_checkpoint(hf_path, revision, files=small))
     path = named_checkpoint(hf_path, revision, files=None if files is None else (*small, *files))

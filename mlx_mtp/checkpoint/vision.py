@@ -4,7 +4,6 @@ import hashlib
 import json
 import re
 import warnings
-from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from ..machine.paths import expanded
 from ..models.vision import find_tower, tower_names
 from ..pictures.vision import Vision
 from .cure import base_model
-from .files import Header, data_begins, read_config, read_header, read_tensors
+from .files import Header, data_begins, read_config, read_header, read_tensors, stored_types
 from .parameters import check_numbers, named
 from .report import size
 from .sort_tensors import check_types
@@ -76,10 +75,7 @@ class TowerFiles(NamedTuple):
     @property
     def summary(self) -> str:
         """The tower's bytes, number of tensors and stored types in words, for the report."""
-        types: Counter[str] = Counter()
-        for tensor in self.tensors.values():
-            types[tensor.dtype] += tensor.nbytes
-        kinds = ", ".join(name for name, _ in types.most_common())
+        kinds = ", ".join(stored_types(self.tensors))
         return f"{size(self.nbytes)} in {len(self.tensors):,} tensors, stored as {kinds}"
 
 

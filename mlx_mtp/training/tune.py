@@ -103,19 +103,20 @@ def tune_heads(
         workshop = _workshop(work)
         rows, checkpoint = fit(workshop, settings.rows, LENGTH)
         if confirm:
-            confirm(_costs(work, workshop, rows, checkpoint=checkpoint, write=texts is None))
+            missing, seen = max(0, settings.tokens - recording.size), int(settings.epochs * settings.tokens)
+            how = {"checkpoint": checkpoint, "write": texts is None}
+            confirm(estimate(workshop, missing, seen, rows, LENGTH, **how))
         workshop.restore()
         _record(work, given, settings.tokens)
         workshop = _workshop(work)
-        training = _train(work, workshop, rows, checkpoint=checkpoint)
-        tuned = _finish(work, workshop, training)
+        tuned, complete = _train(work, workshop, rows, checkpoint=checkpoint)
     except (ValueError, OSError):
         if recording.size < FEWEST:
             shutil.rmtree(folder, ignore_errors=True)
         raise
     finally:
         model.mtp, model.spec = before
-    if training.complete:
+    if complete:
         shutil.rmtree(folder, ignore_errors=True)
     return tuned
 
@@ -229,28 +230,11 @@ def _workshop(work: _Work) -> making.Workshop:
     return workshop
 
 
-def _costs(work: _Work, workshop: making.Workshop, rows: int, **how: Any) -> Estimate:
-    """Return the estimate for the rest of the recording and the training. how: keyword arguments of `estimate`."""
-    settings = work.settings
-    missing, seen = settings.tokens - work.recording.size, int(settings.epochs * settings.tokens)
-    return estimate(workshop, max(0, missing), seen, rows, LENGTH, **how)
+def _train(work: _Work, workshop: making.Workshop, rows: int, *, checkpoint: bool) -> tuple[Tuned, bool]:
+    """Measure the model's own heads, if it has any, and train; return (the result, whether all steps were done).
 
-
-@dataclass(frozen=True)
-class _Training:
-    """The result of a training. before: acceptance of the model's own heads; best: None if nothing was measured.
-
-    steps: number that were planned. complete: whether all of them were done.
+    rows: of a batch. checkpoint: as in `chain`.
     """
-
-    before: Acceptance | None
-    best: Best | None
-    steps: int
-    complete: bool
-
-
-def _train(work: _Work, workshop: making.Workshop, rows: int, *, checkpoint: bool) -> _Training:
-    """Measure the model's own heads, if it has any, and train. rows: of a batch. checkpoint: as in `chain`."""
     settings, model = work.settings, work.model
     before = None
     if not settings.new:
@@ -261,20 +245,20 @@ def _train(work: _Work, workshop: making.Workshop, rows: int, *, checkpoint: boo
     rate = settings.peak_rate(model.model.norm.weight.size)
     plan = Plan(steps, rows, LENGTH, rate, settings.seed, checkpoint)
     best, complete = train(workshop, work.recording, plan, work.folder, work.progress)
-    return _Training(before, best, steps, complete)
-
-
-def _finish(work: _Work, workshop: making.Workshop, training: _Training) -> Tuned:
-    """Measure the best heads in their final formats, write them if they are better than before, return the result."""
-    before, best, settings, model = training.before, training.best, work.settings, work.model
     if best is None:
-        return Tuned(None, before, None, ())
+        return Tuned(None, before, None, ()), complete
+    return _finish(work, workshop, before, best, steps), complete
+
+
+def _finish(work: _Work, workshop: making.Workshop, before: Acceptance | None, best: Best, steps: int) -> Tuned:
+    """Measure the best heads in their final formats, write them if they are better than before, return the result."""
+    settings, model = work.settings, work.model
     put(workshop, best.parameters)
     model.mtp = workshop.finished()
     after = _measured(work, workshop)
     better = after.cycle.mean > (1.0 if before is None else before.cycle.mean)
     if better:
-        write_heads(model, work.file, {"mlx_mtp_tuned": json.dumps({"seed": settings.seed, "steps": training.steps})})
+        write_heads(model, work.file, {"mlx_mtp_tuned": json.dumps({"seed": settings.seed, "steps": steps})})
     return Tuned(work.file if better else None, before, after, tuple(best.curve))
 
 
