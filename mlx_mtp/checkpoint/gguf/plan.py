@@ -54,18 +54,6 @@ class Options:
             raise ValueError(f"dtype={self.dtype!r}: not together with gguf_exact, whose values are float32")
 
 
-class Output(NamedTuple):
-    """A tensor to write; it has the attributes of an array that `convert_writer` reads."""
-
-    shape: tuple[int, ...]
-    dtype: mx.Dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return math.prod(self.shape) * self.dtype.size
-
-
 class Form(NamedTuple):
     """A parameter's format: bits of a code, mode, and the type of scales or, if not quantized, of values.
 
@@ -103,15 +91,15 @@ class Parameter:
             return len(self.change.rows)
         return sum(math.prod(entry.shape[:-1]) for entry in self.entries)
 
-    def outputs(self) -> dict[str, Output]:
-        """Return an `Output` for each written tensor by name: the values, or codes, scales and (if affine) biases."""
+    def outputs(self) -> dict[str, mx.array]:
+        """Return each written tensor, as lazy zeros, by name: the values, or codes, scales and (if affine) biases."""
         if not self.form.bits:
-            return {self.name: Output(self.shape, self.form.dtype)}
+            return {self.name: mx.zeros(self.shape, self.form.dtype)}
         module, (*inner, columns) = self.name.removesuffix(".weight"), self.shape
         blocks = BLOCK_FORMATS.get(self.form.mode)
         count = columns // GROUP if blocks is None else columns // blocks.span * blocks.words
-        scales = Output((*inner, count), self.form.dtype)
-        words = Output((*inner, columns * self.form.bits // 32), mx.uint32)
+        scales = mx.zeros((*inner, count), self.form.dtype)
+        words = mx.zeros((*inner, columns * self.form.bits // 32), mx.uint32)
         found = {self.name: words, f"{module}.scales": scales}
         return found | ({f"{module}.biases": scales} if self.form.mode == "affine" else {})
 
