@@ -43,15 +43,7 @@ from .port_parameters import Raw, parameters_of
 from .quant_methods import packed_by
 from .read_parts import read_parts
 from .report import drafting_bytes, lm_heads, make_report
-from .sort_tensors import (
-    EXPERT,
-    Contents,
-    Drafting,
-    check_experts,
-    check_types,
-    sort_tensors,
-    without_broken_heads,
-)
+from .sort_tensors import EXPERT, Contents, Drafting, check_experts, check_types, sort_tensors, without_broken_heads
 from .vision import BLIND, Sight, open_vision, vision_facts
 
 NO_NUMBERS = str, bool, dict  # JSON's other types are accepted: a list has one value per layer, null is unset

@@ -20,12 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-)
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from mlx_lm import utils as mlx_lm_utils
 from safetensors import SafetensorError, safe_open
 

@@ -221,11 +221,7 @@ class BlockNetwork(nn.Module):
             layer.self_attn.append(context, kv, self.rope)
 
     def __call__(
-        self,
-        embeddings: mx.array,
-        caches: list[Any],
-        context: mx.array | None = None,
-        last: mx.array | None = None,
+        self, embeddings: mx.array, caches: list[Any], context: mx.array | None = None, last: mx.array | None = None
     ) -> mx.array:
         """Return normed output rows of a block [n, b, H], which begins at the caches' position.
 

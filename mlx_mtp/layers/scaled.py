@@ -52,10 +52,7 @@ class ScaledSwitchLinear(NumberedRows):
         return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
 
 
-SCALED = {
-    nn.QuantizedLinear: ScaledLinear,
-    QuantizedSwitchLinear: ScaledSwitchLinear,
-}
+SCALED = {nn.QuantizedLinear: ScaledLinear, QuantizedSwitchLinear: ScaledSwitchLinear}
 
 
 def scale_outputs(model: nn.Module, weights: dict[str, mx.array]) -> None:

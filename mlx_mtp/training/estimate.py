@@ -87,14 +87,7 @@ def fit(workshop: Workshop, rows: int | None, length: int) -> tuple[int, bool]:
 
 
 def estimate(
-    workshop: Workshop,
-    tokens: int,
-    seen: int,
-    rows: int,
-    length: int,
-    *,
-    checkpoint: bool,
-    write: bool,
+    workshop: Workshop, tokens: int, seen: int, rows: int, length: int, *, checkpoint: bool, write: bool
 ) -> Estimate:
     """Return the estimate for recording `tokens` tokens and training on `seen` tokens, those of all epochs.
 
