@@ -27,12 +27,12 @@ from ..models import find_port, port_names
 from ..models.config.normalize import normalize
 from . import convert_writer as writer
 from .build import check_norms, open_drafter, read_args, read_port
-from .convert_plain import check_no_heads, convert_plain
 from .convert_precision import Precision, format_of, format_of_heads, formats, listed
 from .convert_writer import Progress, Tensors
 from .files import read_config, read_tensors
 from .find_drafter import is_drafter
 from .head_self_test import check_runs
+from .load_plain import check_no_heads, convert_plain
 from .parameters import named, nan_codes, stored_name, trained
 from .report import Report, make_report
 from .separate_heads import is_split

@@ -138,7 +138,7 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
             raise ValueError(f"{tensor.file}: tensor {name} belongs to no MTP head; heads are {spec.place(layers)}")
     source = "in the model's shards"
     if separate:
-        source = ", ".join(relative(file, path) for file in sorted({tensor.file for tensor in separate.values()}))
+        source = ", ".join(relative(file, path) for file in sorted({t.file for t in separate.values()}))
         kept = {} if drafting.mtp_path is not None else _missing_in(separate, heads, spec, layers)
         ignored |= {f"{name} of the shards" for name in heads.keys() - kept.keys()}
         heads, source = kept | separate, f"{source} and the model's shards" if kept else source
@@ -159,9 +159,9 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
         raise ValueError(f"{heads[name].file}: no tensors of MTP depth {min(missing)}, {but}")
     if vocab := next((heads[name].shape[0] for name, (_, inside) in places.items() if inside == "d2t"), 0):
         spec = replace(spec, draft_vocab=vocab)
-    if drafting.draft_model is None:  # else `mtp_overrides` is for that
-        spec = spec.override(drafting.mtp_overrides)
-    spec = spec.resolve([path for _, path in places.values()])
+    spec = spec.override({} if drafting.draft_model else drafting.mtp_overrides).resolve(
+        [p for _, p in places.values()]
+    )
     if spec.head == "shared":  # mtp_overrides may replace a head's own LM head
         places = {name: place for name, place in places.items() if not place[1].startswith("head.")}
     if spec.topology == "recycle":  # only the first head is recycled
