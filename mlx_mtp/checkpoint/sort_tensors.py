@@ -157,11 +157,9 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
         name = next(n for n, (depth, _) in places.items() if depth == max(depths))
         but = f"but of depth {max(depths)}, such as {name}; all depths are needed"
         raise ValueError(f"{heads[name].file}: no tensors of MTP depth {min(missing)}, {but}")
-    if vocab := next((heads[name].shape[0] for name, (_, inside) in places.items() if inside == "d2t"), 0):
-        spec = replace(spec, draft_vocab=vocab)
-    spec = spec.override({} if drafting.draft_model else drafting.mtp_overrides).resolve(
-        [p for _, p in places.values()]
-    )
+    vocabs = (heads[name].shape[0] for name, (_, inside) in places.items() if inside == "d2t")
+    overrides = {} if drafting.draft_model else drafting.mtp_overrides
+    spec = replace(spec, draft_vocab=next(vocabs, 0)).override(overrides).resolve([p for _, p in places.values()])
     if spec.head == "shared":  # mtp_overrides may replace a head's own LM head
         places = {name: place for name, place in places.items() if not place[1].startswith("head.")}
     if spec.topology == "recycle":  # only the first head is recycled
