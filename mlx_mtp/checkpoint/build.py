@@ -324,9 +324,8 @@ def _open_drafter(path: Path, layers: int, size: int | None, overrides: dict) ->
         size = size or kind.features(header | whole) // len(spec.capture)
         head = kind.make_head(spec, config, header.keys(), size)
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as e:
-        raise ValueError(
-            f"{path}/config.json: no drafter can be built from it ({type(e).__name__}: {first_line(e)})"
-        ) from e
+        found = f"{type(e).__name__}: {first_line(e)}"
+        raise ValueError(f"{path}/config.json: no drafter can be built from it ({found})") from e
     except ValueError as e:
         raise ValueError(f"{path}: {first_line(e)}") from e
     drafter, contents = DrafterAlone(spec, head), Contents({}, header, 1, str(path), ignored, spec, packed=packed)

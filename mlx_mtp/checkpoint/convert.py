@@ -119,9 +119,8 @@ class Source:
             kept = f"keep their scale per tensor or row, as {SCALE!r}; mlx-lm does not read it, mlx_mtp does"
             warnings.warn(f"{self.path}: NVFP4 or FP8 weights {kept}", stacklevel=3)
         if modes := sorted({module.mode for module in self.model.modules() if is_blocks(module)}):
-            warnings.warn(
-                f"{self.path}: weights in {', '.join(modes)} are read by mlx_mtp, not by mlx-lm", stacklevel=3
-            )
+            packed = f"weights in {', '.join(modes)} are read by mlx_mtp, not by mlx-lm"
+            warnings.warn(f"{self.path}: {packed}", stacklevel=3)
         facts = vision_facts(self.config, self.tower, self.blind, self.contents.ignored)
         return make_report(self.model, self.config, source=place, norms=norms, **facts)
 
@@ -264,9 +263,8 @@ def convert(
     Raises a one-line ValueError, or OSError if a file cannot be written; a failed conversion leaves no files.
     """
     if upload_repo is not None:
-        raise ValueError(
-            f"upload_repo={upload_repo!r}: not taken here; upload with `hf upload {upload_repo} {mlx_path}`"
-        )
+        instead = f"upload with `hf upload {upload_repo} {mlx_path}`"
+        raise ValueError(f"upload_repo={upload_repo!r}: not taken here; {instead}")
     target = format_of(q_group_size, q_bits, q_mode) if quantize else None
     heads = format_of_heads(mtp_q_group_size, mtp_q_bits, quantize=quantize)
     precision = Precision(target, quant_predicate, *heads, dequantize, dtype)

@@ -79,10 +79,8 @@ def load_plain(path: Path, config: dict, drafting: Drafting, budget: Budget, *, 
     name, known = config["model_type"], ", ".join(port_names())
     for option in ("draft_model", "mtp_path", "mtp_overrides"):
         if value := getattr(drafting, option):
-            raise ValueError(
-                f"{option}={value}: omit it; the target's model_type {name!r} has no port that drafts; supported are "
-                f"{known}"
-            )
+            why = f"the target's model_type {name!r} has no port that drafts"
+            raise ValueError(f"{option}={value}: omit it; {why}; supported are {known}")
     ignored: list[str] = []
     with one_line(f"{path}: cannot be loaded", keep=True):
         model = _build(path, config, known, ignored)

@@ -39,9 +39,7 @@ GROUPS = (
 )
 SPELLINGS = tuple(tuple(group.split()) for group in GROUPS)
 COMMON = ("num_hidden_layers", "vocab_size", "max_position_embeddings")  # reports read these names
-WINDOW, TIES = (
-    next(group for group in SPELLINGS if name in group) for name in ("sliding_window", "tie_word_embeddings")
-)
+WINDOW, TIES = (group for name in ("sliding_window", "tie_word_embeddings") for group in SPELLINGS if name in group)
 
 # Keys that do not change the logits of a single sequence: training, files, other modalities, the exporting program.
 HARMLESS = """
