@@ -1,11 +1,11 @@
-"""Activations and the cross entropy of the demo's training on a CPU, from the exp of `training.arithmetic`.
+"""Activations and the cross entropy of the demo's training on a CPU, from the exp of `arithmetic`.
 
 They have their own gradients.
 """
 
 import mlx.core as mx
 
-from mlx_mtp.training.arithmetic import exp, fused, fused_exp
+from .arithmetic import exp, fused, fused_exp
 
 
 @fused

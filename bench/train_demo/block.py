@@ -17,12 +17,13 @@ from tokenizers import Tokenizer
 
 from mlx_mtp.demo import demo_path
 from mlx_mtp.layers.block_drafter import BlockNetwork
-from mlx_mtp.training.optimize import Trainer, adam
+from mlx_mtp.training.optimize import adam
 
 from . import block_anchors, block_network, checkpoint, written_streams
 from .block_card import block_card
 from .block_network import DRAFTS, TAPS, Anchors, Frozen, block_config
 from .data import load_corpus
+from .trainer import Trainer
 from .written_streams import Streams, prompts
 
 SLOTS, WRITTEN, HELD = 512, 512, 16  # tokens of a stream; streams to train on before new ones, to evaluate

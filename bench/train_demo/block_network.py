@@ -14,9 +14,9 @@ from mlx.utils import tree_flatten
 from mlx_mtp.layers.block_drafter import BlockAttention, BlockNetwork
 from mlx_mtp.layers.block_parts import MarkovHead
 from mlx_mtp.models import dflash
-from mlx_mtp.training.arithmetic import imitation
 
 from .activations import sigmoid, softmax, swiglu
+from .arithmetic import imitation
 from .layers import MASKED
 
 DRAFTS, LAYERS, WINDOW, RANK = 7, 2, 32, 96

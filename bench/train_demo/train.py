@@ -21,8 +21,6 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.step3p5 import ModelArgs
 from tokenizers import Tokenizer
 
-from mlx_mtp.training.optimize import Trainer
-
 from . import checkpoint, self_written
 from .card import MAX_SAMPLE_TOKENS, Run, model_card
 from .config import DEPTHS, demo_config
@@ -30,6 +28,7 @@ from .data import PHASES, Phase, epoch, load_corpus
 from .evaluate import FIRST_PROMPTS, distinct_share, evaluate, greedy_samples, held_out_prompts
 from .network import DemoModel, balance_router, build, foresight_loss, joint_loss
 from .tokenizer import as_text, save_tokenizer, train_tokenizer
+from .trainer import Trainer
 
 ROWS, SLOTS = 8, 256
 PEAK_LEARNING_RATE = 2e-3

@@ -89,21 +89,8 @@ def load_prompt_cache(file: str | Path, model: CachedModel, *, check_memory: boo
     file = _own_file(file, model)
     with file.open("rb") as f:  # the same file from here on, even if another process replaces it
         state = _checked(f, file)
-        if (part := state.get("part", WHOLE)) != (own := _part(model)):
-            raise ValueError(
-                f"{file}: made on rank {part[0]} of {part[1]}; expected {own[0]} of {own[1]}; make it again"
-            )
-        if state.get("model") != fingerprint(model, heads=False):
-            raise ValueError(
-                f"{file}: made with another model, adapter or precision; load that one, or make it again"
-            )
-        if model.head_windows() and state.get("heads") and state.get("model_heads") != fingerprint(model, heads=True):
-            raise ValueError(f"{file}: made with other MTP heads or another drafter; load those, or make it again")
-        if state.get("pictures") and (model.vision is None or state.get("vision") != model.vision.fingerprint):
-            raise ValueError(
-                f"{file}: made with pictures, whose vision tower or settings this model does not have; load it with "
-                "those, or make the file again"
-            )
+        if maker := _other_maker(state, model):
+            raise ValueError(f"{file}: made {maker}")
         check_room(f"{file}:", os.fstat(f.fileno()).st_size, ignore=not check_memory)
         f.seek(0)
         try:
@@ -116,6 +103,20 @@ def load_prompt_cache(file: str | Path, model: CachedModel, *, check_memory: boo
         except (KeyError, TypeError, AttributeError, IndexError, ValueError, AssertionError) as e:
             raise ValueError(f"{file}: damaged ({first_line(e)}); make it again") from e
     return cache
+
+
+def _other_maker(state: dict[str, Any], model: Any) -> str | None:
+    """Return what a file with these values of `_state` was made with, if not with `model`, and what to do."""
+    if (part := state.get("part", WHOLE)) != (own := _part(model)):
+        return f"on rank {part[0]} of {part[1]}; expected {own[0]} of {own[1]}; make it again"
+    if state.get("model") != fingerprint(model, heads=False):
+        return "with another model, adapter or precision; load that one, or make it again"
+    if model.head_windows() and state.get("heads") and state.get("model_heads") != fingerprint(model, heads=True):
+        return "with other MTP heads or another drafter; load those, or make it again"
+    if state.get("pictures") and (model.vision is None or state.get("vision") != model.vision.fingerprint):
+        lacking = "whose vision tower or settings this model does not have"
+        return f"with pictures, {lacking}; load it with those, or make the file again"
+    return None
 
 
 def saved_prefix(file: str | Path) -> PromptPrefix | None:

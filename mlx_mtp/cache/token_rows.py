@@ -85,7 +85,6 @@ class TokenRows:
 
     def settle(self, tokens: list[int]) -> None:
         """Set the cache's state between generations, with these tokens held; `PromptCache` implements it."""
-        ...
 
     def is_trimmable(self) -> bool:
         """Return whether `trim` can drop any number of tokens.

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,27 +13,18 @@ from ..layers.adapters import Adapter, Part
 ADDED = (LoRALinear, LoRASwitchLinear, LoRAEmbedding)  # layers that add to the output of the layer inside them
 
 
-class Slot(NamedTuple):
-    """A place in a model, as in `Part`, and the module or array there."""
-
-    path: str
-    parent: Any
-    key: Any
-    value: Any
-
-
-def slots(node: Any, path: str = "") -> Iterator[Slot]:
-    """Yield the places of all modules and arrays in a module, a list or a dict. path: the node's and a dot, or ""."""
+def slots(node: Any, path: str = "") -> Iterator[Part]:
+    """Yield all modules and arrays in a module, a list or a dict, unchanged. path: the node's and a dot, or ""."""
     for key, value in node.items() if isinstance(node, dict) else enumerate(node):
         if isinstance(value, (mx.array, nn.Module)):
-            yield Slot(f"{path}{key}", node, key, value)
+            yield Part(f"{path}{key}", node, key, value, value)
         if isinstance(value, (dict, list)):
             yield from slots(value, f"{path}{key}.")
 
 
-def changes(before: list[Slot]) -> list[Part]:
-    """Return the parts whose modules or arrays are no longer those of the slots, which were listed before."""
-    return [Part(*slot, slot.parent[slot.key]) for slot in before if slot.parent[slot.key] is not slot.value]
+def changes(before: list[Part]) -> list[Part]:
+    """Return those of the parts, which `slots` yielded before, whose module or array is now another one."""
+    return [p._replace(after=p.parent[p.key]) for p in before if p.parent[p.key] is not p.before]
 
 
 def combined(adapters: Sequence[Adapter]) -> list[Part]:

@@ -72,9 +72,8 @@ def by_name(paths: Sequence[str | Path]) -> dict[str, str | Path]:
     found: dict[str, str | Path] = {}
     for path in paths:
         if (name := name_of(path)) in found:
-            raise ValueError(
-                f"adapter_path={path}: {found[name]} has the name {name!r}, too; rename one of the directories"
-            )
+            other = f"{found[name]} has the name {name!r}, too"
+            raise ValueError(f"adapter_path={path}: {other}; rename one of the directories")
         found[name] = path
     return found
 
@@ -180,9 +179,8 @@ def _put_on(model: Any, config: dict[str, Any], tensors: dict[str, mx.array]) ->
             raise ValueError(f"{CONFIG}: {with_type(e)}") from e
         for path, m in model.named_modules():
             if isinstance(m, DoRAEmbedding) and "scales" in m.embedding:
-                raise ValueError(
-                    f"{CONFIG}: DoRA of {path}, a quantized embedding, is not supported; load an unquantized model"
-                )
+                kind = f"DoRA of {path}, a quantized embedding"
+                raise ValueError(f"{CONFIG}: {kind}, is not supported; load an unquantized model")
         dora = [(path, DoRA(m)) for path, m in model.named_modules() if isinstance(m, DoRALinear)]
         model.update_modules(tree_unflatten(dora))
     places = {n: w for n, w in named(model).items() if kind == "full" or n.rpartition(".")[2] in LEAVES}

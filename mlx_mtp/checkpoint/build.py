@@ -19,9 +19,11 @@ from mlx_lm.utils import infer_quant_config
 from ..decoding.memory_needs import Budget
 from ..layers.block_drafter import BlockNetwork
 from ..layers.blocks import place_blocks
+from ..layers.expert_rows import cut_experts, number_rows
 from ..layers.mtp_spec import MTPSpec
 from ..layers.port import Port
 from ..layers.scaled import scale_outputs
+from ..layers.shared_rope import share_angles
 from ..machine.errors import first_line, one_line
 from ..models.config.normalize import normalize
 from ..models.config.rope_modules import apply_rope
@@ -41,15 +43,7 @@ from .port_parameters import Raw, parameters_of
 from .quant_methods import packed_by
 from .read_parts import read_parts
 from .report import drafting_bytes, lm_heads, make_report
-from .sort_tensors import (
-    EXPERT,
-    Contents,
-    Drafting,
-    check_experts,
-    check_types,
-    sort_tensors,
-    without_broken_heads,
-)
+from .sort_tensors import EXPERT, Contents, Drafting, check_experts, check_types, sort_tensors, without_broken_heads
 from .vision import BLIND, Sight, open_vision, vision_facts
 
 NO_NUMBERS = str, bool, dict  # JSON's other types are accepted: a list has one value per layer, null is unset
@@ -85,7 +79,10 @@ def load_port(
     runtime.vision, runtime.blind = open_vision(path, config, contents.stored, sight, width, model.embedded)
     stored = _stored(model, contents)
     expanded = _expand_experts(model)
-    opened = None if drafting.draft_model is None else _open_for(model, drafting)
+    opened = None
+    if drafting.draft_model is not None:
+        found = resolve(drafting.draft_model)
+        opened = *_open_drafter(found, len(model.layers), width, drafting.mtp_overrides)[1:], found
     if not lazy:
         with naming_config(path), counted(model, opened and opened[0].mtp[0]):
             budget.check(model, path)
@@ -109,6 +106,10 @@ def load_port(
     if 0 < contents.depths < (model.report.declared or 0) and not drafting.mtp_overrides:
         found = f"tensors of {contents.depths} MTP heads found, config.json declares {model.report.declared}"
         warnings.warn(f"{path}: {found}", stacklevel=4)
+    if mx.default_device() == mx.cpu:
+        share_angles(model)
+    cut_experts(model)
+    number_rows(model.modules())
     return model
 
 
@@ -267,13 +268,6 @@ def _tie(model: Any) -> None:
                 head.pop(name)
 
 
-def _open_for(model: Any, drafting: Drafting) -> tuple["DrafterAlone", Contents, Path]:
-    """Return a target's external drafter, downloaded if needed: (model with lazy weights, tensors, directory)."""
-    path = resolve(drafting.draft_model)  # type: ignore[arg-type] - not None
-    layers, size = model.args.num_hidden_layers, model.model.norm.weight.size
-    return *_open_drafter(path, layers, size, drafting.mtp_overrides)[1:], path
-
-
 def _attach(model: Any, drafter: "DrafterAlone", contents: Contents, path: Path) -> tuple[str, tuple[str, ...]]:
     """Attach an opened external drafter; return (its source for the report, names of its unused tensors).
 
@@ -330,9 +324,8 @@ def _open_drafter(path: Path, layers: int, size: int | None, overrides: dict) ->
         size = size or kind.features(header | whole) // len(spec.capture)
         head = kind.make_head(spec, config, header.keys(), size)
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as e:
-        raise ValueError(
-            f"{path}/config.json: no drafter can be built from it ({type(e).__name__}: {first_line(e)})"
-        ) from e
+        found = f"{type(e).__name__}: {first_line(e)}"
+        raise ValueError(f"{path}/config.json: no drafter can be built from it ({found})") from e
     except ValueError as e:
         raise ValueError(f"{path}: {first_line(e)}") from e
     drafter, contents = DrafterAlone(spec, head), Contents({}, header, 1, str(path), ignored, spec, packed=packed)

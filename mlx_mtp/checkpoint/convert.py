@@ -27,12 +27,12 @@ from ..models import find_port, port_names
 from ..models.config.normalize import normalize
 from . import convert_writer as writer
 from .build import check_norms, open_drafter, read_args, read_port
-from .convert_plain import check_no_heads, convert_plain
 from .convert_precision import Precision, format_of, format_of_heads, formats, listed
 from .convert_writer import Progress, Tensors
 from .files import read_config, read_tensors
 from .find_drafter import is_drafter
 from .head_self_test import check_runs
+from .load_plain import check_no_heads, convert_plain
 from .parameters import named, nan_codes, stored_name, trained
 from .report import Report, make_report
 from .separate_heads import is_split
@@ -119,9 +119,8 @@ class Source:
             kept = f"keep their scale per tensor or row, as {SCALE!r}; mlx-lm does not read it, mlx_mtp does"
             warnings.warn(f"{self.path}: NVFP4 or FP8 weights {kept}", stacklevel=3)
         if modes := sorted({module.mode for module in self.model.modules() if is_blocks(module)}):
-            warnings.warn(
-                f"{self.path}: weights in {', '.join(modes)} are read by mlx_mtp, not by mlx-lm", stacklevel=3
-            )
+            packed = f"weights in {', '.join(modes)} are read by mlx_mtp, not by mlx-lm"
+            warnings.warn(f"{self.path}: {packed}", stacklevel=3)
         facts = vision_facts(self.config, self.tower, self.blind, self.contents.ignored)
         return make_report(self.model, self.config, source=place, norms=norms, **facts)
 
@@ -264,9 +263,8 @@ def convert(
     Raises a one-line ValueError, or OSError if a file cannot be written; a failed conversion leaves no files.
     """
     if upload_repo is not None:
-        raise ValueError(
-            f"upload_repo={upload_repo!r}: not taken here; upload with `hf upload {upload_repo} {mlx_path}`"
-        )
+        instead = f"upload with `hf upload {upload_repo} {mlx_path}`"
+        raise ValueError(f"upload_repo={upload_repo!r}: not taken here; {instead}")
     target = format_of(q_group_size, q_bits, q_mode) if quantize else None
     heads = format_of_heads(mtp_q_group_size, mtp_q_bits, quantize=quantize)
     precision = Precision(target, quant_predicate, *heads, dequantize, dtype)
@@ -332,14 +330,10 @@ def extract_heads(
     mtp_q_group_size: if both are None, the heads are not quantized, but get 8 bits if mtp_path is a directory whose
     config.json states a quantization. Other parameters and errors are those of `convert`.
     """
-    new = expanded(mtp_path).resolve()
-    quantized = new.is_dir() and is_quantized(new)
+    folder = expanded(mtp_path).resolve()
+    quantized = folder.is_dir() and is_quantized(folder)
     precision = Precision(None, None, *format_of_heads(mtp_q_group_size, mtp_q_bits, quantize=quantized), dtype=dtype)
-    new = new / SIDECAR if new.is_dir() else new
-    if new.suffix != ".safetensors":
-        raise ValueError(f"mtp_path={mtp_path}: allowed are an existing directory, or a new file *.safetensors")
-    if new.exists():
-        raise ValueError(f"mtp_path={new}: already there; name a new file, or delete it")
+    new = writer.new_file("mtp_path", mtp_path, SIDECAR)
     small = ("*.json", *SIDECAR_FILES)
     files = files_of_heads(named_checkpoint(hf_path, revision, files=small))
     path = named_checkpoint(hf_path, revision, files=None if files is None else (*small, *files))

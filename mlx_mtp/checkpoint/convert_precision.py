@@ -93,7 +93,9 @@ class Precision:
         plain = getattr(mx, dtype) if dtype in DTYPES else mx.bfloat16
         if self.dequantize:
             _dequantize(model, plain, list(formats(model)))
-        _dequantize(model, plain, [path for path in _in_8_bits(model) if self._replaces(path)])
+        # 8-bit floats with an output scale, as in FP8 releases, of the parts that are to be quantized
+        scaled = [path for path, m in model.named_modules() if SCALE in m and m.mode == "mxfp8"]
+        _dequantize(model, plain, [p for p in scaled if (self.heads if p.startswith("mtp.") else self.target)])
         before = formats(model)
         if self.target and not _quantize_target(model, self.target, self.recipe):
             raise ValueError(f"quantize=True: {_nothing_left(before, heads=False)}")
@@ -103,10 +105,6 @@ class Precision:
             count = sum(_quantize(head, self.heads, lambda at, _: KEPT.search(at) is None) for head in model.mtp)
             if not count and self.heads_named:
                 raise ValueError(f"mtp_q_bits={self.heads.bits}: {_nothing_left(before, heads=True)}")
-
-    def _replaces(self, path: str) -> bool:
-        """Return whether the part with the module at this path, the heads or the target, is to be quantized."""
-        return (self.heads if path.startswith("mtp.") else self.target) is not None
 
 
 def format_of(group_size: int | None, bits: int | None, mode: str = "affine", prefix: str = "") -> Format:
@@ -195,11 +193,6 @@ def _quantize(module: nn.Module, form: Format, predicate: Callable[[str, nn.Modu
     before = len(formats(module))
     nn.quantize(module, form.group_size, form.bits, mode=form.mode, class_predicate=chosen)
     return len(formats(module)) - before
-
-
-def _in_8_bits(model: nn.Module) -> list[str]:
-    """Return the paths of the modules whose 8-bit floats have an output scale, as in FP8 releases."""
-    return [path for path, m in model.named_modules() if SCALE in m and m.mode == "mxfp8"]
 
 
 def _dequantize(model: nn.Module, dtype: mx.Dtype, paths: list[str]) -> None:

@@ -1,14 +1,10 @@
 """Write a checkpoint's vision tower alone, for a conversion that lacks one."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import mlx.core as mx
-
 from ..machine import atomic
 from ..machine.errors import one_line
-from ..machine.paths import expanded
 from ..models.vision import find_tower
 from . import convert_writer as writer
 from .convert_writer import Progress
@@ -38,12 +34,7 @@ def extract_vision(
     `convert`. Raises a one-line ValueError for a path that is not allowed, a checkpoint without a usable tower, and a
     disk that is too full; OSError if the file cannot be written. A failure leaves no file.
     """
-    new = expanded(vision_path).resolve()
-    new = new / VISION_FILE if new.is_dir() else new
-    if new.suffix != ".safetensors":
-        raise ValueError(f"vision_path={vision_path}: allowed are an existing directory, or a new file *.safetensors")
-    if new.exists():
-        raise ValueError(f"vision_path={new}: already there; name a new file, or delete it")
+    new = writer.new_file("vision_path", vision_path, VISION_FILE)
     path = _fetched(hf_path, revision)
     config = read_config(path)
     tower = find_tower_files(path, config, read_stored(path, whole=False), None)
@@ -53,13 +44,10 @@ def extract_vision(
     tensors, metadata = read_tensors(tower.tensors), CONVERTED | embedded(tower)
     atomic.check_free(new, writer.file_size(tensors))
     with atomic.file(new) as work, one_line(f"{path}: the vision tower cannot be read", (RuntimeError,)):
-        total = writer.write({work: tensors}, partial(_compute, path), progress, metadata)
+        total = writer.write(
+            {work: tensors}, lambda name, w: check_numbers({name: w}, lambda name: (path, name)), progress, metadata
+        )
     return Extracted(new, total, tower.summary)
-
-
-def _compute(path: Path, name: str, w: mx.array) -> None:
-    """Evaluate the tensor `name` of the checkpoint at `path`; ValueError if it contains NaN."""
-    check_numbers({name: w}, lambda name: (path, name))
 
 
 def _fetched(hf_path: str | Path, revision: str | None) -> Path:

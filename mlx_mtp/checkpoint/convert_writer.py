@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..machine.errors import naming
+from ..machine.paths import expanded
 from .files import CONVERTED
 
 SHARD_BYTES = 5 << 30  # mlx-lm's limit
@@ -23,6 +24,20 @@ DTYPES = {
 }
 Tensors = dict[str, mx.array]
 Progress = Callable[[int, int], None]  # receives the bytes written, and all bytes to write
+
+
+def new_file(option: str, path: str | Path, name: str) -> Path:
+    """Return the absolute path of a new safetensors file: `path` or, if that is a directory, `name` in it.
+
+    ValueError, with the option's name, for another kind of file, and for one that is there already.
+    """
+    new = expanded(path).resolve()
+    new = new / name if new.is_dir() else new
+    if new.suffix != ".safetensors":
+        raise ValueError(f"{option}={path}: allowed are an existing directory, or a new file *.safetensors")
+    if new.exists():
+        raise ValueError(f"{option}={new}: already there; name a new file, or delete it")
+    return new
 
 
 def shards(tensors: Tensors, limit: int = SHARD_BYTES) -> dict[str, Tensors]:

@@ -62,8 +62,6 @@ def _heads(facts: Inspection) -> str:
 
 
 def _size(path: Path) -> int:
-    """Return the bytes of a file, or of the *.safetensors and *.gguf files in a directory and below."""
-    files = (
-        [path] if path.is_file() else [file for file in path.rglob("*") if file.suffix in (".safetensors", ".gguf")]
-    )
-    return sum(file.stat().st_size for file in files if file.is_file())
+    """Return the bytes of a *.safetensors or *.gguf file, or of those in a directory and below."""
+    files = [path] if path.is_file() else path.rglob("*")
+    return sum(f.stat().st_size for f in files if f.is_file() and f.suffix in (".safetensors", ".gguf"))

@@ -47,10 +47,8 @@ class DraftVocab:
             if not 0 <= token < vocab_size:
                 raise ValueError(f"{self.source}: token {token} in the list; allowed are 0 to {vocab_size - 1}")
         if tokenizer is not None and self.tokenizer is not None and self.tokenizer != (current := digest(tokenizer)):
-            made = f"made with another tokenizer, {self.tokenizer[:12]}"
-            raise ValueError(
-                f"{self.source}: {made}; the model's is {current[:12]}: make it with `mlx-mtp draft-vocab`"
-            )
+            made = f"made with another tokenizer, {self.tokenizer[:12]}; the model's is {current[:12]}"
+            raise ValueError(f"{self.source}: {made}: make it with `mlx-mtp draft-vocab`")
 
 
 def read(given: str | Path | Sequence[int]) -> DraftVocab:

@@ -8,6 +8,7 @@ import os
 import re
 import struct
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,12 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-)
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from mlx_lm import utils as mlx_lm_utils
 from safetensors import SafetensorError, safe_open
 
@@ -89,6 +85,14 @@ class Tensor:
 
 
 Header = dict[str, Tensor]
+
+
+def stored_types(header: Header) -> dict[str, int]:
+    """Return the bytes in the files by stored type, the largest first."""
+    found: Counter[str] = Counter()
+    for tensor in header.values():
+        found[tensor.dtype] += tensor.nbytes
+    return dict(found.most_common())
 
 
 def resolve(

@@ -6,7 +6,6 @@ The loader itself decides: the model is loaded with `load_model(lazy=True)`, whi
 import math
 import re
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from ..models import find_port
 from ..ranks.split import Share, take_part
 from .block_drafter import block_facts
 from .build import check_vectors, open_drafter, read_args
-from .files import Header, read_config, read_header
+from .files import Header, read_config, read_header, stored_types
 from .find_drafter import is_drafter
 from .load import load_model
 from .norm_conventions import conventions, mean
@@ -120,6 +119,11 @@ class Inspection:
     part: int | None
     warnings: tuple[str, ...]
     problems: tuple[str, ...]
+
+    def at(self, path: str | Path) -> "Inspection":
+        """Return the same facts for another path, also in messages."""
+        warned, wrong = ([t.replace(self.path, str(path)) for t in each] for each in (self.warnings, self.problems))
+        return replace(self, path=str(path), warnings=tuple(warned), problems=tuple(wrong))
 
 
 def inspect_checkpoint(path: Path, *, values: bool = True, ranks: int = 1) -> Inspection:
@@ -265,15 +269,7 @@ def _parts(contents: Contents, model: Any, tower: Header) -> dict[str, PartSumma
         loaded["experts"] = nbytes([m.parameters() for m in trunk.values()]), quantization(trunk) if trunk else None
         loaded["vision"] = model.vision and model.vision.nbytes, None
         loaded["heads"] = report.head_bytes, report.head_quantization if report.heads else None
-    return {name: PartSummary(len(part), _types(part), *loaded[name]) for name, part in tensors.items()}
-
-
-def _types(part: Header) -> dict[str, int]:
-    """Return the bytes in the files by stored type, the largest first."""
-    found: Counter[str] = Counter()
-    for tensor in part.values():
-        found[tensor.dtype] += tensor.nbytes
-    return dict(found.most_common())
+    return {name: PartSummary(len(part), stored_types(part), *loaded[name]) for name, part in tensors.items()}
 
 
 def _memory(model: Any, longest: int | None) -> MemoryFit:

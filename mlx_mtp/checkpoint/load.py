@@ -21,8 +21,6 @@ from ..decoding.graph_memory import nbytes
 from ..decoding.memory_needs import Budget
 from ..decoding.prefill import test_heads
 from ..decoding.prefill_chunk import prefill_chunk
-from ..layers.expert_rows import cut_experts, number_rows
-from ..layers.shared_rope import share_angles
 from ..machine.errors import one_line
 from ..machine.ranges import FLAG, Allowed, Kind, check_options
 from ..machine.stream import in_turn
@@ -272,10 +270,6 @@ def _load(path: Path, config: dict, options: LoadOptions) -> Any:
         given = {"ranks": ranks, "lazy": lazy, "sight": options.sight}
         model = load_port(port, path, config, drafting, budget, **given)
         attach_tuned(model, drafting.mtp_path)
-        if mx.default_device() == mx.cpu:
-            share_angles(model)
-        cut_experts(model)
-        number_rows(model.modules())
         if small:
             attach_small_model(model, small, budget, lazy=lazy)
         if drafting.heads and not model.mtp and not model.drafter:

@@ -1,6 +1,8 @@
-"""Load a family without a port as mlx-lm's own model, which decodes without drafts."""
+"""Load a family without a port as mlx-lm's own model, which decodes without drafts, and convert it with mlx-lm."""
 
+import contextlib
 import importlib
+import io
 import warnings
 from functools import partial
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm import convert as mlx_lm_convert
 from mlx_lm import utils as mlx_lm_utils
 
 from ..cache.layer_cache import CacheKind
@@ -16,19 +19,20 @@ from ..decoding.memory_needs import Budget
 from ..layers.blocks import place_blocks
 from ..layers.runtime import HasRuntime, Runtime
 from ..layers.scaled import scale_outputs
+from ..machine import atomic
 from ..machine.errors import one_line
 from ..models import port_names
 from ..models.config.normalize import normalize
 from ..models.config.rope_modules import apply_rope
 from .cure import NeverDrafts
-from .files import fill_model, read_tensors
+from .files import fill_model, read_config, read_tensors
 from .packed.arrays import read_arrays
 from .packed.contents import recognize
 from .packed.modules import Packed
-from .packed.sanitize import Tensors, sanitized
+from .packed.sanitize import sanitized
 from .parameters import check_codes, check_numbers, named
 from .quant_methods import packed_by
-from .report import make_report
+from .report import Report, make_report
 from .sort_tensors import OF_ACTIVATIONS, Drafting
 from .weight_files import Stored, read_stored
 
@@ -75,10 +79,8 @@ def load_plain(path: Path, config: dict, drafting: Drafting, budget: Budget, *, 
     name, known = config["model_type"], ", ".join(port_names())
     for option in ("draft_model", "mtp_path", "mtp_overrides"):
         if value := getattr(drafting, option):
-            raise ValueError(
-                f"{option}={value}: omit it; the target's model_type {name!r} has no port that drafts; supported are "
-                f"{known}"
-            )
+            why = f"the target's model_type {name!r} has no port that drafts"
+            raise ValueError(f"{option}={value}: omit it; {why}; supported are {known}")
     ignored: list[str] = []
     with one_line(f"{path}: cannot be loaded", keep=True):
         model = _build(path, config, known, ignored)
@@ -141,15 +143,10 @@ def _sanitize(
     unused = OF_ACTIVATIONS if packed else ()
     plain = {n: tensor for n, tensor in stored.trunk.items() if n not in parts and not n.endswith(unused)}
     weights = read_tensors(plain)
-    made = sanitized(partial(_mlx_lms, model, weights), read_arrays(packed), model, weights)
+    own = getattr(type(model), "sanitize", lambda _, tensors: tensors)
+    made = sanitized(lambda arrays: own(model, weights | arrays), read_arrays(packed), model, weights)
     place_blocks(model, made)
     return made
-
-
-def _mlx_lms(model: Any, plain: Tensors, packed: Tensors) -> Tensors:
-    """Return the result of the family's `sanitize` in mlx-lm, or all tensors unchanged if it has none."""
-    weights = plain | packed
-    return type(model).sanitize(model, weights) if hasattr(type(model), "sanitize") else weights
 
 
 def _load_weights(
@@ -168,3 +165,31 @@ def _load_weights(
     stored.warn(stacklevel=8)
     ignored += sorted(found.keys() - expected.keys())
     nn.Module.load_weights(model, [(n, w) for n, w in weights if n in expected], strict=True)
+
+
+def check_no_heads(path: Path, **options: Any) -> None:
+    """Raise ValueError if an option of the heads is not None. path: a checkpoint of a family without a port."""
+    for name, value in options.items():
+        if value is not None:
+            family = read_config(path)["model_type"]
+            raise ValueError(f"{name}={value}: leave it out; model_type {family!r} has no MTP heads here")
+
+
+def convert_plain(path: Path, new: Path, **options: Any) -> tuple[int, Report]:
+    """Write a conversion by mlx-lm to the new directory `new`; return its safetensors files' bytes, and its report.
+
+    options: those of `mlx_lm.convert`, None for its default. A failed conversion leaves no files. ValueError, one
+    line, if it cannot convert the checkpoint.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    with atomic.directory(new) as folder:
+        written = folder / "converted"
+        known = (ValueError, RuntimeError, KeyError, TypeError)
+        with one_line(f"{path}: mlx-lm cannot convert it", known), contextlib.redirect_stdout(io.StringIO()):
+            mlx_lm_convert(str(path), str(written), **given)
+        for file in written.iterdir():
+            file.rename(folder / file.name)
+        written.rmdir()
+        drafting = Drafting(False, None, {}, None)
+        report = load_plain(folder, read_config(folder), drafting, Budget(ignore=True), lazy=True).runtime.report
+    return sum(file.stat().st_size for file in new.glob("*.safetensors")), report

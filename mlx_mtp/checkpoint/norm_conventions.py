@@ -92,19 +92,15 @@ def warn_of_unusual(parameters: dict[str, Any], raw: tuple[bool, bool], origin: 
             file, name = origin(next(iter(weights)))
             state = "stored zero-centred and not shifted" if mean < USUAL[0] else "shifted twice"
             state = state if math.isfinite(mean) else "damaged"
-            warnings.warn(
-                f"{file}: {len(weights)} norms of {part} ({name} ...) have mean {mean:.2f} once loaded, expected "
-                f"near 1; they look {state}",
-                stacklevel=7,
-            )
+            norms_of = f"{len(weights)} norms of {part} ({name} ...)"
+            found = f"{norms_of} have mean {mean:.2f} once loaded, expected near 1; they look {state}"
+            warnings.warn(f"{file}: {found}", stacklevel=7)
         elif depth is not None:
             path = f"mtp.{depth}.norm.weight"
             last = _mean_of({path: parameters[path]})
             twice = raw == (False, True) and last - 1 > SHIFTED  # in a raw trunk's shards training may cause it
             if twice or (not raw[1] and last < 1 - SHIFTED):
                 file, name = origin(path)
-                warnings.warn(
-                    f"{file}: tensor {name} of MTP depth {depth} has mean {last - raw[1]:.2f}, the norms of its "
-                    f"layer {mean - raw[1]:.2f}: two conventions in one head; {done}",
-                    stacklevel=7,
-                )
+                means = f"has mean {last - raw[1]:.2f}, the norms of its layer {mean - raw[1]:.2f}"
+                found = f"tensor {name} of MTP depth {depth} {means}: two conventions in one head; {done}"
+                warnings.warn(f"{file}: {found}", stacklevel=7)

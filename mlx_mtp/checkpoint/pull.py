@@ -61,11 +61,8 @@ def planned(repo: str, revision: str | None = None, *, only_heads: bool = False)
     small = [name for name in sizes if any(fnmatch(name, pattern) for pattern in SMALL_FILES)]
     files = {name: sizes[name] for name in dict.fromkeys([*small, *weights])}
     heads = sum(facts.heads.types.values()) if facts.depths else None
-    return Download(repo, files, heads, sum(size for name, size in files.items() if _is_here(repo, name, revision)))
-
-
-def _is_here(repo: str, name: str, revision: str | None) -> bool:
-    return isinstance(try_to_load_from_cache(repo, name, revision=revision), str)
+    cached = (n for n in files if isinstance(try_to_load_from_cache(repo, n, revision=revision), str))
+    return Download(repo, files, heads, sum(files[name] for name in cached))
 
 
 def fetch(plan: Download, revision: str | None = None, *, only_heads: bool = False) -> Path:

@@ -4,7 +4,7 @@ Matrices split by columns, and those that sanitizing computes (8-bit floats, MLA
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -17,11 +17,7 @@ from .sort_tensors import EXPERT, Contents, layerless
 TYPES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "U32": mx.uint32, "U8": mx.uint8}
 
 
-class StoredTensor(NamedTuple):
-    """A tensor [(E,) rows, columns], whose first byte in its file is `begin`."""
-
-    tensor: Tensor
-    begin: int
+StoredTensor = tuple[Tensor, int]  # a tensor [(E,) rows, columns], and the offset of its data in its file
 
 
 def read_parts(model: Any, contents: Contents, ranks: Ranks, parameters: dict[str, mx.array]) -> None:
@@ -52,7 +48,7 @@ def _sources(model: Any, contents: Contents) -> dict[str, list[StoredTensor]]:
     for name, tensor in contents.trunk.items():
         if name.rpartition(".")[0] not in contents.packed and len(paths := model.renamed(name)) == 1:
             expert = EXPERT.search(name)
-            place = StoredTensor(tensor, begins[tensor.file][tensor.stored or name])
+            place = tensor, begins[tensor.file][tensor.stored or name]
             found.setdefault(paths[0], []).append((int(expert[1]) if expert else 0, place))
     return {path: [place for _, place in sorted(places, key=lambda p: p[0])] for path, places in found.items()}
 
@@ -72,7 +68,7 @@ def _read_rows(stored: list[StoredTensor], part: mx.array, ranks: Ranks) -> mx.a
 
     ValueError for a truncated file.
     """
-    kind = TYPES[stored[0].tensor.dtype]
+    kind = TYPES[stored[0][0].dtype]
     size = math.prod(part.shape[-2:]) * kind.size
     read = np.empty((len(stored), math.prod(part.shape[:-2]) // len(stored), size), np.uint8)
     for (tensor, begin), matrices in zip(stored, read, strict=True):

@@ -7,15 +7,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding.drafters import drafter_of
 from ..decoding.drafters.small_model import SmallModel
 from ..decoding.graph_memory import nbytes
 from ..decoding.memory_needs import Budget
-from ..layers.expert_rows import cut_experts, number_rows
-from ..layers.shared_rope import share_angles
 from ..models import drafter_kinds, find_port
 from .build import load_port
 from .files import read_config, read_header
@@ -52,10 +49,6 @@ def attach_small_model(model: Any, path: Path, budget: Budget, *, lazy: bool) ->
     own = Budget(budget.context, budget.step, {"kv_bits": bits} if bits else {}, budget.ignore)
     port: Any = find_port(config)
     small = load_port(port, path, config, NO_HEADS, own, lazy=lazy)
-    if mx.default_device() == mx.cpu:
-        share_angles(small)
-    cut_experts(small)
-    number_rows(small.modules())
     small.eval()
     model.drafter = SmallModel(small, model.vocab_size, path)
     model["drafter"] = small  # so that its parameters are among the model's

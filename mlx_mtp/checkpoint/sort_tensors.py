@@ -44,11 +44,6 @@ class Drafting:
         """Whether MTP heads are to be loaded."""
         return self.mtp and (self.draft_model is None or self.joins)
 
-    @property
-    def head_overrides(self) -> dict[str, Any]:
-        """`mtp_overrides`, if it is for the MTP heads and not for `draft_model`."""
-        return self.mtp_overrides if self.draft_model is None else {}
-
     def check(self) -> None:
         """Raise ValueError for options that exclude each other."""
         for name in ("mtp_path",) if self.joins else ("draft_model", "mtp_path", "mtp_overrides"):
@@ -143,7 +138,7 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
             raise ValueError(f"{tensor.file}: tensor {name} belongs to no MTP head; heads are {spec.place(layers)}")
     source = "in the model's shards"
     if separate:
-        source = ", ".join(relative(file, path) for file in sorted({tensor.file for tensor in separate.values()}))
+        source = ", ".join(relative(file, path) for file in sorted({t.file for t in separate.values()}))
         kept = {} if drafting.mtp_path is not None else _missing_in(separate, heads, spec, layers)
         ignored |= {f"{name} of the shards" for name in heads.keys() - kept.keys()}
         heads, source = kept | separate, f"{source} and the model's shards" if kept else source
@@ -162,9 +157,9 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
         name = next(n for n, (depth, _) in places.items() if depth == max(depths))
         but = f"but of depth {max(depths)}, such as {name}; all depths are needed"
         raise ValueError(f"{heads[name].file}: no tensors of MTP depth {min(missing)}, {but}")
-    if vocab := next((heads[name].shape[0] for name, (_, inside) in places.items() if inside == "d2t"), 0):
-        spec = replace(spec, draft_vocab=vocab)
-    spec = spec.override(drafting.head_overrides).resolve([path for _, path in places.values()])
+    vocabs = (heads[name].shape[0] for name, (_, inside) in places.items() if inside == "d2t")
+    overrides = {} if drafting.draft_model else drafting.mtp_overrides
+    spec = replace(spec, draft_vocab=next(vocabs, 0)).override(overrides).resolve([p for _, p in places.values()])
     if spec.head == "shared":  # mtp_overrides may replace a head's own LM head
         places = {name: place for name, place in places.items() if not place[1].startswith("head.")}
     if spec.topology == "recycle":  # only the first head is recycled

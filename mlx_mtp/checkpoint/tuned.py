@@ -1,9 +1,7 @@
 """Write and load the heads' file of `mlx-mtp tune-heads`, with facts on the target that they were trained for."""
 
 import hashlib
-import json
 import re
-import struct
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,13 +10,14 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from ..demo import SHIPPED_HEADS
 from ..layers.lm_head import KINDS, sliced
 from ..layers.port import TUNED
 from ..machine import atomic
 from ..machine.paths import expanded
-from .convert_writer import file_size, header
+from . import convert_writer as writer
 from .files import CONVERTED
 from .parameters import named, stored_name
 from .report import drafting_bytes, lm_heads
@@ -67,12 +66,10 @@ def write_heads(model: Any, file: Path, facts: Mapping[str, str]) -> int:
     lent = r"mtp\.\d+\.head\." if model.spec.prefix == TUNED.prefix else r"(?!)"
     kept = {path: w for path, w in named(model).items() if path.startswith("mtp.") and not re.match(lent, path)}
     heads = {stored_name(model, path): w for path, w in kept.items()}
-    atomic.check_free(file, file_size(heads))
+    atomic.check_free(file, writer.file_size(heads))
     about = {TARGET: fingerprint(model), SIZES: _sizes(model)}
-    with atomic.file(file) as work, work.open("wb") as f:
-        f.write(header(heads, {**CONVERTED, **facts, **about}))
-        for w in heads.values():
-            f.write(memoryview(mx.contiguous(w).reshape(-1).view(mx.uint8)))  # type: ignore[arg-type]
+    with atomic.file(file) as work:
+        writer.write({work: heads}, lambda _, w: mx.eval(w), metadata={**CONVERTED, **facts, **about})
     return file.stat().st_size
 
 
@@ -114,7 +111,6 @@ def target_of(file: Path) -> str | None:
 
 def _metadata(file: Path) -> dict[str, str]:
     """Return the metadata of a *.safetensors file by name; {} if the file cannot be read or has none."""
-    with suppress(OSError, ValueError, KeyError, TypeError, struct.error), expanded(file).open("rb") as f:
-        (size,) = struct.unpack("<Q", f.read(8))
-        return json.loads(f.read(min(size, 1 << 26)))["__metadata__"] or {}  # MLX writes null without metadata
+    with suppress(OSError, SafetensorError), safe_open(expanded(file), "numpy") as f:
+        return f.metadata() or {}
     return {}

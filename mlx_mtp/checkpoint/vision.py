@@ -4,7 +4,6 @@ import hashlib
 import json
 import re
 import warnings
-from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from ..machine.paths import expanded
 from ..models.vision import find_tower, tower_names
 from ..pictures.vision import Vision
 from .cure import base_model
-from .files import Header, data_begins, read_config, read_header, read_tensors
+from .files import Header, data_begins, read_config, read_header, read_tensors, stored_types
 from .parameters import check_numbers, named
 from .report import size
 from .sort_tensors import check_types
@@ -76,10 +75,7 @@ class TowerFiles(NamedTuple):
     @property
     def summary(self) -> str:
         """The tower's bytes, number of tensors and stored types in words, for the report."""
-        types: Counter[str] = Counter()
-        for tensor in self.tensors.values():
-            types[tensor.dtype] += tensor.nbytes
-        kinds = ", ".join(name for name, _ in types.most_common())
+        kinds = ", ".join(stored_types(self.tensors))
         return f"{size(self.nbytes)} in {len(self.tensors):,} tensors, stored as {kinds}"
 
 
@@ -170,11 +166,6 @@ def vision_facts(config: dict, vision: Any, blind: str, ignored: tuple[str, ...]
     return {"vision": f"{vision.summary}; read at the first picture", "ignored": left}
 
 
-def adding_tower(path: Path) -> str:
-    """Return the command that writes the base model's vision tower into a checkpoint directory."""
-    return f"mlx-mtp convert --hf-path {base_model(path)} --vision-only --vision-path {quote(str(path))}"
-
-
 def _no_family(config: dict) -> str:
     return f"model_type {config.get('model_type')!r} reads no pictures here; supported are {', '.join(tower_names())}"
 
@@ -183,7 +174,8 @@ def _absent(path: Path, config: dict) -> str:
     """Return why a checkpoint without a tower reads no pictures, and what to do."""
     if find_tower(config) is None:
         return f"{path}: {_no_family(config)}"
-    return f"{path}: no vision tower in it; to add it: {adding_tower(path)}"
+    command = f"mlx-mtp convert --hf-path {base_model(path)} --vision-only --vision-path {quote(str(path))}"
+    return f"{path}: no vision tower in it; to add it: {command}"
 
 
 def _of_tower(kind: ModuleType, header: Header) -> Header:

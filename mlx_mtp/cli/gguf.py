@@ -1,5 +1,6 @@
 """Transcode GGUF files for the commands, with an announcement, a progress bar and a report of the types."""
 
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,10 @@ def convert_gguf(flags: dict[str, Any]) -> None:
     new = flags["mlx_path"] or "mlx_model"
     click.echo(as_text(prepared))
     click.echo(announcement(prepared, new), err=True)
+    began = time.monotonic()
     with _bar(shown=shown) as update:
-        done = transcode(prepared, new, partial(update, ""))
-    click.echo(f"wrote      {done.path}, {done.seconds:.0f} s")
+        path = transcode(prepared, new, partial(update, ""))
+    click.echo(f"wrote      {path}, {time.monotonic() - began:.0f} s")
 
 
 def transcoded(file: str, flags: dict[str, Any]) -> Path:

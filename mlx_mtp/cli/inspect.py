@@ -2,7 +2,7 @@
 
 import gc
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import click
 
@@ -36,10 +36,7 @@ def inspect(path: str, revision: str | None, ranks: int, as_json: bool) -> None:
     try:
         if directory is None:
             with watched(shown=shows_progress(quiet=False)), headers_only(path, revision) as directory:
-                facts, gone = inspect_checkpoint(directory, values=False, ranks=ranks), str(directory)
-            messages = {kind: getattr(facts, kind) for kind in ("warnings", "problems")}
-            named = {kind: tuple(text.replace(gone, path) for text in texts) for kind, texts in messages.items()}
-            facts = replace(facts, path=path, **named)
+                facts = inspect_checkpoint(directory, values=False, ranks=ranks).at(path)
         else:
             facts = inspect_checkpoint(directory, ranks=ranks)
     finally:

@@ -66,12 +66,10 @@ def tune_heads(model: str | None, trust_remote_code: bool, out: Path, texts: tup
     """
     from ..checkpoint.load import load
     from ..training.settings import Settings
-    from ..training.streams import interleave_streams
     from ..training.tune import tune_heads as tune
     from .progress import loading, shows_progress, stages
     from .terminal import print_above
 
-    interleave_streams()
     quiet, names = given.pop("quiet"), [*texts, *([data] if (data := given.pop("data")) else [])]
     adapters, mtp_path = list(given.pop("adapter_path")) or None, given.pop("mtp_path")
     bits, vocab = int(given.pop("bits")), given.pop("draft_vocab")

@@ -29,7 +29,9 @@ def block_mask(kv: Any, position: mx.array, rows: int, slots: int, reach: Reach)
     first = position.reshape(-1, 1, 1, 1)
     end = first + rows
     queries = first + mx.arange(rows)[:, None]
-    positions = _positions(kv, end, slots)
+    positions, ring = mx.arange(slots), getattr(kv, "ring", None)
+    if ring is not None:  # the newest position before `end` in each slot, negative where there is none
+        positions = (end - 1) - ((end - 1) - positions) % ring.turn
     seen = (positions >= kv.start) & (positions < end)
     if reach.causal:
         seen = seen & (positions <= queries)
@@ -39,12 +41,3 @@ def block_mask(kv: Any, position: mx.array, rows: int, slots: int, reach: Reach)
     if not reach.bounded:
         return seen & (near | (positions >= first))
     return seen & near & (positions <= queries + reach.before)
-
-
-def _positions(kv: Any, end: mx.array, slots: int) -> mx.array:
-    """Return each slot's position: its index [slots], or in a ring the newest before `end`, [n, 1, 1, slots].
-
-    In a ring it is negative if there is none.
-    """
-    index, ring = mx.arange(slots), getattr(kv, "ring", None)
-    return index if ring is None else (end - 1) - ((end - 1) - index) % ring.turn

@@ -34,20 +34,20 @@ class NumberedRows(QuantizedSwitchLinear):
 
         sorted_indices: whether `indices` ascend; row indices are then not passed.
         """
-        if sorted_indices:  # given row indices, MLX would not use its kernel for sorted rows
-            return super().__call__(x, indices, sorted_indices)
         return mx.gather_qmm(
             x,
             self["weight"],
             self["scales"],
             self.get("biases"),
-            lhs_indices=row_numbers(x.shape, indices.shape),
+            # Given row indices, MLX would not use its kernel for sorted rows.
+            lhs_indices=None if sorted_indices else row_numbers(x.shape, indices.shape),
             rhs_indices=indices,
             transpose=True,
             group_size=self.group_size,
             bits=self.bits,
             mode=self.mode,
             global_scale=self.global_scale,
+            sorted_indices=sorted_indices,
         )
 
 

@@ -113,3 +113,15 @@ class MTPSpec:
         if changes.get("head") == "own" and not any(inside == "head" for _, inside in self.tensors):
             raise ValueError("mtp_overrides: head='own'; this family's heads have no own LM head; use 'shared'")
         return replace(self, **changes)
+
+
+def checked_layers(capture: Any, num_hidden_layers: int) -> tuple[int, ...]:
+    """Return the numbers of layers after which an external drafter reads the target, as a tuple.
+
+    ValueError for none, and for numbers outside 0 to num_hidden_layers.
+    """
+    found = tuple(capture) if isinstance(capture, list | tuple) else (capture,)
+    if not found or not all(type(i) is int and 0 <= i <= num_hidden_layers for i in found):
+        meaning = "the numbers of layers after which the target is read"
+        raise ValueError(f"capture={found}: {meaning}; allowed are integers from 0 to {num_hidden_layers}")
+    return found

@@ -2,33 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 from ..ranks.group import Ranks
 from .adapters import Adapters
 from .kernel_site import Site
 
 
-class LoadReport(Protocol):
-    """The fields that rooms below `checkpoint` read from `checkpoint.report.Report`, a dataclass."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def kernels(self) -> tuple[str, ...]: ...
-
-    @property
-    def not_exact(self) -> tuple[str, ...]: ...
-
-    @property
-    def prefill_chunk(self) -> int | None: ...
-
-
 @dataclass
 class Runtime:
     """State of one model, created with it; a field is None, or empty, until the package that owns it sets it.
 
-    report: facts of the load. ranks: the ranks that the target's layers are split over.
+    report: facts of the load (`checkpoint.report.Report`). ranks: the ranks that the target's layers are split over.
     untested: reads and tests the heads before they first draft; it may warn, or raise ValueError.
     sites: modules that kernels may replace. trials: trials of these kernels (`tuning.kernel_switch.ModelTrials`).
     failed: reasons for which kernels do not compile or run, by op, shape and rows.
@@ -39,7 +24,7 @@ class Runtime:
     vision: what encodes pictures (`pictures.vision.Vision`), with `mark`, the id of a picture's token in templates.
     """
 
-    report: LoadReport | None = None
+    report: Any = None
     untested: Callable[[], None] | None = None
     ranks: Ranks | None = None
     sites: list[Site] = field(default_factory=list)

@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from ..kernels import BLOCK_FORMATS, dequantized_blocks
-from .expert_rows import row_numbers
+from .expert_rows import NumberedRows
 
 SCALE = "output_scale"
 
@@ -40,33 +40,19 @@ class ScaledLinear(nn.QuantizedLinear):
         return finished(self, mx.quantized_matmul(widened(x), *parts, transpose=True, **form), x.dtype)
 
 
-class ScaledSwitchLinear(QuantizedSwitchLinear):
+class ScaledSwitchLinear(NumberedRows):
     """Stacked quantized experts with output scales, which are applied before the biases."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         """Return outputs [*I, 1, N] of the experts `indices` [*I] for rows x [..., 1, K], broadcast to these."""
-        form = {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
-        y = mx.gather_qmm(
-            widened(x),
-            self["weight"],
-            self["scales"],
-            self.get("biases"),
-            lhs_indices=None if sorted_indices else row_numbers(x.shape, indices.shape),
-            rhs_indices=indices,
-            transpose=True,
-            sorted_indices=sorted_indices,
-            **form,
-        )
+        y = super().__call__(widened(x), indices, sorted_indices)
         scale = self[SCALE][indices]
         scale = mx.expand_dims(scale, -2) if self[SCALE].ndim > 1 else scale[..., None, None]
         y = (y * scale).astype(x.dtype)
         return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
 
 
-SCALED = {
-    nn.QuantizedLinear: ScaledLinear,
-    QuantizedSwitchLinear: ScaledSwitchLinear,
-}
+SCALED = {nn.QuantizedLinear: ScaledLinear, QuantizedSwitchLinear: ScaledSwitchLinear}
 
 
 def scale_outputs(model: nn.Module, weights: dict[str, mx.array]) -> None:

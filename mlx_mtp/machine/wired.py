@@ -19,9 +19,7 @@ def check_wired_limit(limit: WiredLimit) -> None:
 
     The maximum is the recommended working set of a GPU as default device; there is none if that is unknown.
     """
-    if isinstance(limit, str):
-        if limit not in (AUTO, OFF):
-            raise ValueError(f"wired_limit={limit!r}: expected bytes, {AUTO!r} or {OFF!r}")
+    if limit in (AUTO, OFF):
         return
     most = working_set()
     if type(limit) is not int or limit < 0:

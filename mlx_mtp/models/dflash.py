@@ -13,7 +13,7 @@ from typing import Any
 from ..layers.block_drafter import BlockNetwork, BlockShape
 from ..layers.block_mask import Reach
 from ..layers.block_parts import MarkovHead
-from ..layers.mtp_spec import MTPSpec
+from ..layers.mtp_spec import MTPSpec, checked_layers
 from .config.rope import Rope, scaled
 
 ACCEPTED = (
@@ -51,13 +51,9 @@ def refuses(config: dict, names: Collection[str]) -> str | None:
     """Return None if a config.json or tensor names are a block drafter's, else a phrase for the error."""
     own = {name.removeprefix("model.") for name in names}
     declared = [config.get(SPECULATORS), config.get("model_type"), *_list(config.get("architectures"))]
-    named = any(
-        kind in str(name).lower() for kind in ("dflash", "dspark", "muse_glimmer_assistant") for name in declared
-    )
-    fused = {"fc.weight", "hidden_norm.weight"} <= own or {
-        "encoder.fc.weight",
-        "encoder.output_norm_enc.weight",
-    } <= own
+    kinds = ("dflash", "dspark", "muse_glimmer_assistant")
+    named = any(kind in str(name).lower() for kind in kinds for name in declared)
+    fused = any({f"{name}.weight" for name in pair} <= own for pair in zip(*ENCODER, strict=True))
     if not (named or fused or "dflash_config" in config):
         return f"no block drafter, model_type {config.get('model_type')!r}"
     return None
@@ -84,13 +80,7 @@ def make_spec(config: dict, names: Collection[str], num_hidden_layers: int, over
     """
     if unknown := sorted(overrides.keys() - {"capture"}):
         raise ValueError(f"mtp_overrides: block drafters have no {unknown[0]!r}; allowed is capture")
-    capture = overrides["capture"] if "capture" in overrides else _taps(config)
-    capture = tuple(capture) if isinstance(capture, list | tuple) else (capture,)
-    if not capture or not all(type(i) is int and 0 <= i <= num_hidden_layers for i in capture):
-        raise ValueError(
-            f"capture={capture}: the numbers of layers after which the target is read; "
-            f"allowed are integers from 0 to {num_hidden_layers}"
-        )
+    capture = checked_layers(overrides["capture"] if "capture" in overrides else _taps(config), num_hidden_layers)
     for name in sorted(names):
         if any(part in name for part in FOREIGN):
             raise ValueError(f"a block drafter with layers of another kind, which have {name}; supported are Qwen3's")
@@ -223,10 +213,8 @@ def _taps(config: dict) -> tuple[int, ...]:
         return tuple(config.get("aux_hidden_state_layer_ids") or ())
     if ids := _option(config, "target_layer_ids"):
         return tuple(i + 1 for i in ids)
-    layers, count = (
-        _option(config, "num_target_layers"),
-        _number(_layer_config(config), "num_hidden_layers", most=MOST_LAYERS),
-    )
+    layers = _option(config, "num_target_layers")
+    count = _number(_layer_config(config), "num_hidden_layers", most=MOST_LAYERS)
     if layers is None:
         raise ValueError("target_layer_ids is missing; add the list of the layers at which the target is read")
     spread = (layers - 4) / max(count - 1, 1)  # as the trainer's default: from layer 1 to the last but two

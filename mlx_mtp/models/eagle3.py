@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..layers.mtp_head import EagleHead
-from ..layers.mtp_spec import MTPSpec
+from ..layers.mtp_spec import MTPSpec, checked_layers
 from .config.normalize import normalize
 from .config.rope_modules import apply_rope
 
@@ -72,12 +72,7 @@ def make_spec(config: dict, names: Collection[str], num_hidden_layers: int, over
     if unknown := sorted(overrides.keys() - {"capture", "feedback", "fuse"}):
         raise ValueError(f"mtp_overrides: drafters have no {unknown[0]!r}; allowed are capture, feedback, fuse")
     capture = overrides["capture"] if "capture" in overrides else _captured_layers(config, num_hidden_layers)
-    capture = tuple(capture) if isinstance(capture, list | tuple) else (capture,)
-    if not capture or not all(type(i) is int and 0 <= i <= num_hidden_layers for i in capture):
-        raise ValueError(
-            f"capture={capture}: the numbers of layers after which the target is read; "
-            f"allowed are integers from 0 to {num_hidden_layers}"
-        )
+    capture = checked_layers(capture, num_hidden_layers)
     paths = [place[1] for name in names if (place := SPEC.locate(name, 0))]
     if "d2t" in paths and "head.weight" not in paths:
         raise ValueError("tensor lm_head.weight is missing; d2t requires the drafter's own LM head")

@@ -1,6 +1,5 @@
 """Estimate the memory, disk and time that a training needs, and choose the number of rows of a batch that fits."""
 
-import math
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -15,9 +14,8 @@ from .batches import Batch
 from .heads import Workshop
 from .loss import chain_loss
 from .optimize import Trainer
-from .reading import read_together
+from .reading import read
 from .recording import bytes_per_token
-from .streams import STREAMS, streams
 
 STATES = 3  # arrays per trained parameter besides itself: the gradient and AdamW's two averages
 BLOCK = 14  # values of a layer's inputs and outputs per position and hidden value that the gradient needs
@@ -89,46 +87,35 @@ def fit(workshop: Workshop, rows: int | None, length: int) -> tuple[int, bool]:
 
 
 def estimate(
-    workshop: Workshop,
-    tokens: int,
-    seen: int,
-    rows: int,
-    length: int,
-    *,
-    checkpoint: bool,
-    write: bool,
-    expanded: int = 0,
+    workshop: Workshop, tokens: int, seen: int, rows: int, length: int, *, checkpoint: bool, write: bool
 ) -> Estimate:
     """Return the estimate for recording `tokens` tokens and training on `seen` tokens, those of all epochs.
 
     It is computed from two timed computations: the target reads TRIED tokens, and the gradient of a row of `length`
-    positions on each stream. rows, checkpoint: of the training. write: the target writes the texts itself, which is
-    assumed to take four times as long as reading them. expanded: bytes of the target's `dense` matrices.
+    positions. rows, checkpoint: of the training. write: the target writes the texts itself, which is assumed to take
+    four times as long as reading them.
     """
     model = workshop.model
     width = model.no_hidden().shape[-1]
-    samples = [[i % model.vocab_size for i in range(TRIED)]] * len(streams())
     began = time.perf_counter()
-    read_together(model, samples)
-    reading = (time.perf_counter() - began) / TRIED / len(samples)
+    mx.eval(read(model, [i % model.vocab_size for i in range(TRIED)]))
+    reading = (time.perf_counter() - began) / TRIED
     given = {"teacher": workshop.teacher, "ranks": workshop.ranks, "depths": workshop.depths}
     loss = partial(chain_loss, model=model, **given, checkpoint=checkpoint)
-    trainer = Trainer(workshop.trained, loss, steps=1, peak=0.0, count=math.gcd(rows, STREAMS))
-    batch = _blank(len(trainer.streams), length, width)
-    trainer.shares(*batch)
+    trainer = Trainer(workshop.trained, loss, steps=1, peak=0.0)
+    batch = _blank(length, width)
+    trainer.gradients(*batch)
     began = time.perf_counter()
-    trainer.shares(*batch)
-    step = (time.perf_counter() - began) / (len(trainer.streams) * length)
-    seconds = tokens * reading * (1 + (4 * len(samples) if write else 0)) + seen * step
-    memory = memory_of(workshop, rows, length, checkpoint=checkpoint) + expanded
+    trainer.gradients(*batch)
+    step = (time.perf_counter() - began) / length
+    seconds = tokens * reading * (5 if write else 1) + seen * step
+    memory = memory_of(workshop, rows, length, checkpoint=checkpoint)
     return Estimate(memory, tokens * bytes_per_token(width), seconds, rows, checkpoint)
 
 
-def _blank(rows: int, length: int, width: int) -> Batch:
-    shape = (rows, length + 1)
-    zeros = mx.zeros(shape, mx.int32)
-    keys = mx.random.split(mx.random.key(0), rows)
-    return Batch(mx.ones((*shape, width), mx.float16), zeros, zeros, zeros, mx.ones(shape, mx.bool_), keys)
+def _blank(length: int, width: int) -> Batch:
+    rows, zeros = mx.ones((1, length + 1, width), mx.float16), mx.zeros((1, length + 1), mx.int32)
+    return Batch(rows, zeros, zeros, zeros, mx.ones(zeros.shape, mx.bool_), mx.random.key(0)[None])
 
 
 def duration(seconds: float) -> str:

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -19,10 +19,29 @@ from ..layers.lm_head import sliced
 from ..layers.mtp_head import MTPHead
 from ..layers.port import TUNED
 from ..layers.scaled import SCALE
-from .straight_through import rounded
 
 LOW_RANK = LoRALinear, LoRASwitchLinear
 Formats = dict[str, dict[str, Any]]
+
+
+@cache
+def rounded(kind: type) -> type:
+    """Return a subclass of the linear layer's class `kind` that computes with its weight quantized and dequantized.
+
+    `_format`, set on each layer, has the group_size, bits and mode. The weight itself stays exact, and its gradient
+    is that of the rounded weight (Bengio et al., arXiv 1308.3432). Equal kinds return the same class.
+    """
+
+    def call(self: Any, x: mx.array) -> mx.array:
+        exact = self.weight
+        near = mx.dequantize(*mx.quantize(mx.stop_gradient(exact), **self._format), **self._format)
+        self.weight = exact + mx.stop_gradient(near.astype(exact.dtype) - exact)
+        try:
+            return kind.__call__(self, x)
+        finally:
+            self.weight = exact
+
+    return type(f"Rounded{kind.__name__}", (kind,), {"__call__": call})
 
 
 class Trained(nn.Module):

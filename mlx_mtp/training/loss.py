@@ -5,7 +5,6 @@ from typing import Any
 import mlx.core as mx
 
 from ..layers.lm_head import logits_of
-from .arithmetic import imitation
 from .batches import Batch
 from .chain import chain
 
@@ -38,15 +37,14 @@ def chain_loss(
     labels, inside = ranks[given.choices[:, 1:]], given.starts[:, 1:] == given.starts[:, :-1]
     rows = noisy(model.capture(hidden[:, :-1]), given.keys[0], noise)
     outputs = chain(model, rows, given.tokens[:, 1:], given.starts[:, :-1], depths, checkpoint=checkpoint)
-    theirs = centred(logits_of(teacher, model.normed(hidden[:, 1:])))
+    theirs = flat(logits_of(teacher, model.normed(hidden[:, 1:])))
     place = mx.arange(labels.shape[1])
     losses, right = [], []
     for depth, output in enumerate(outputs):
         asked = inside & (place - depth >= given.starts[:, :-1]) & given.counted[:, 1:]
         used = asked & (labels >= 0)
-        logits = centred(model.draft_logits(min(depth, len(model.mtp) - 1), output))
-        each: Any = imitation(logits, mx.maximum(labels, 0).reshape(-1), theirs)
-        each = each.reshape(labels.shape)
+        logits = flat(model.draft_logits(min(depth, len(model.mtp) - 1), output))
+        each = imitation(logits, mx.maximum(labels, 0).reshape(-1), theirs).reshape(labels.shape)
         losses.append((each * used).sum() / mx.maximum(used.sum(), 1))
         hits = (mx.stop_gradient(logits).argmax(axis=-1).reshape(labels.shape) == labels) & asked
         right.append(hits.sum() / mx.maximum(asked.sum(), 1))
@@ -55,10 +53,19 @@ def chain_loss(
     return (stacked * weights).sum() / weights.sum(), mx.stack([mx.stack(right), mx.stop_gradient(stacked)])
 
 
-def centred(logits: mx.array) -> mx.array:
-    """Return logits [B, L, n] as float32 [B * L, n], less the maximum of each row, which changes no probability."""
-    flat = logits.astype(mx.float32).reshape(-1, logits.shape[-1])
-    return flat - mx.stop_gradient(flat).max(axis=-1, keepdims=True)
+def imitation(logits: mx.array, targets: mx.array, teacher: mx.array) -> mx.array:
+    """Return the cross entropy in nats [N] of logits [N, V] and a mixture, in halves, of two distributions.
+
+    targets: token indices [N]: all probability at these. teacher: logits [N, V]: their softmax.
+    """
+    chosen = mx.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+    theirs = (logits * mx.softmax(teacher, axis=-1)).sum(axis=-1)
+    return mx.logsumexp(logits, axis=-1) - (chosen + theirs) / 2
+
+
+def flat(logits: mx.array) -> mx.array:
+    """Return logits [B, L, n] as float32 [B * L, n]."""
+    return logits.astype(mx.float32).reshape(-1, logits.shape[-1])
 
 
 def noisy(rows: mx.array, key: mx.array, share: float) -> mx.array:

@@ -8,7 +8,6 @@ import mlx.core as mx
 
 from ..cache.prompt_cache import make_prompt_cache
 from .recording import OTHER, Recording
-from .streams import streams
 from .texts import LEAST, Text
 
 ROWS = 256  # rows of logits at a time
@@ -67,33 +66,11 @@ def record(
     """
     if progress:
         progress("recording", min(recording.size, limit), limit)
-    while group := _group(documents, limit - recording.size):
-        found = read_together(model, [text.tokens for text, _ in group])
-        for (text, held), (hidden, choices) in zip(group, found, strict=True):
-            recording.append(text.tokens, hidden, choices, text.answer, held=held)
-            if progress:
-                progress("recording", min(recording.size, limit), limit)
-
-
-def _group(documents: Iterator[tuple[Text, bool]], tokens: int) -> list[tuple[Text, bool]]:
-    """Return the next documents, one for each stream; fewer if they end, or once they have `tokens` tokens."""
-    group, count = list[tuple[Text, bool]](), len(streams())
-    while len(group) < count and sum(len(text.tokens) for text, _ in group) < tokens:
-        document = next(documents, None)
-        if document is None:
-            break
-        group.append(document)
-    return group
-
-
-def read_together(model: Any, documents: list[list[int]]) -> list[tuple[mx.array, mx.array]]:
-    """Return `read` of each document, evaluated at the same time: at most one for each of the `streams`."""
-    found, own = [], streams(len(documents))
-    for stream, tokens in zip(own, documents, strict=True):
-        with stream:
-            found.append(read(model, tokens))
-    mx.eval(found)
-    return found
+    while recording.size < limit and (document := next(documents, None)):
+        text, held = document
+        recording.append(text.tokens, *read(model, text.tokens), text.answer, held=held)
+        if progress:
+            progress("recording", min(recording.size, limit), limit)
 
 
 def read(model: Any, tokens: list[int]) -> tuple[mx.array, mx.array]:

@@ -1,7 +1,6 @@
 """Train the heads of a `Workshop` on a recording, and continue an interrupted training from a file."""
 
 import json
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from .loss import chain_loss
 from .measure import Acceptance, measure
 from .optimize import Trainer
 from .recording import Recording
-from .streams import STREAMS
 
 MEASURES = 8  # least number of measurements of the held-out acceptance in a training
 SAVE_SECONDS = 60.0
@@ -75,13 +73,7 @@ def train(
     held = [d for d in recording.documents if d.held]
     options = {"model": workshop.model, "teacher": workshop.teacher, "ranks": workshop.ranks}
     options |= {"depths": workshop.depths, "checkpoint": plan.checkpoint, "noise": NOISE}
-    trainer = Trainer(
-        workshop.trained,
-        partial(chain_loss, **options),
-        steps=plan.steps,
-        peak=plan.rate,
-        count=math.gcd(plan.rows, STREAMS),
-    )
+    trainer = Trainer(workshop.trained, partial(chain_loss, **options), steps=plan.steps, peak=plan.rate)
     state = _State(folder / STATE, plan, workshop, trainer)
     step, curve, best = state.load()
     if best is not None:

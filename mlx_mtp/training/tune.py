@@ -16,7 +16,6 @@ from ..layers.port import Port
 from ..machine.errors import one_line
 from ..machine.paths import expanded
 from . import heads as making
-from .dense import dense
 from .estimate import Estimate, estimate, fit
 from .measure import Acceptance, measure
 from .reading import HELD_OUT, pieces, record, skip_recorded
@@ -100,24 +99,24 @@ def tune_heads(
     try:
         recording.check_room(settings.tokens)
         _workshop(work).restore()  # refuses a model or settings before anything is recorded
-        with dense(without_heads(model)) as expanded:
-            _record(work, given, FEWEST)
-            workshop = _workshop(work)
-            rows, checkpoint = fit(workshop, settings.rows, LENGTH)
-            if confirm:
-                confirm(_costs(work, workshop, rows, checkpoint=checkpoint, write=texts is None, expanded=expanded))
-            workshop.restore()
-            _record(work, given, settings.tokens)
-            workshop = _workshop(work)
-            training = _train(work, workshop, rows, checkpoint=checkpoint)
-        tuned = _finish(work, workshop, training)
+        _record(work, given, FEWEST)
+        workshop = _workshop(work)
+        rows, checkpoint = fit(workshop, settings.rows, LENGTH)
+        if confirm:
+            missing, seen = max(0, settings.tokens - recording.size), int(settings.epochs * settings.tokens)
+            how = {"checkpoint": checkpoint, "write": texts is None}
+            confirm(estimate(workshop, missing, seen, rows, LENGTH, **how))
+        workshop.restore()
+        _record(work, given, settings.tokens)
+        workshop = _workshop(work)
+        tuned, complete = _train(work, workshop, rows, checkpoint=checkpoint)
     except (ValueError, OSError):
         if recording.size < FEWEST:
             shutil.rmtree(folder, ignore_errors=True)
         raise
     finally:
         model.mtp, model.spec = before
-    if training.complete:
+    if complete:
         shutil.rmtree(folder, ignore_errors=True)
     return tuned
 
@@ -231,28 +230,11 @@ def _workshop(work: _Work) -> making.Workshop:
     return workshop
 
 
-def _costs(work: _Work, workshop: making.Workshop, rows: int, **how: Any) -> Estimate:
-    """Return the estimate for the rest of the recording and the training. how: keyword arguments of `estimate`."""
-    settings = work.settings
-    missing, seen = settings.tokens - work.recording.size, int(settings.epochs * settings.tokens)
-    return estimate(workshop, max(0, missing), seen, rows, LENGTH, **how)
+def _train(work: _Work, workshop: making.Workshop, rows: int, *, checkpoint: bool) -> tuple[Tuned, bool]:
+    """Measure the model's own heads, if it has any, and train; return (the result, whether all steps were done).
 
-
-@dataclass(frozen=True)
-class _Training:
-    """The result of a training. before: acceptance of the model's own heads; best: None if nothing was measured.
-
-    steps: number that were planned. complete: whether all of them were done.
+    rows: of a batch. checkpoint: as in `chain`.
     """
-
-    before: Acceptance | None
-    best: Best | None
-    steps: int
-    complete: bool
-
-
-def _train(work: _Work, workshop: making.Workshop, rows: int, *, checkpoint: bool) -> _Training:
-    """Measure the model's own heads, if it has any, and train. rows: of a batch. checkpoint: as in `chain`."""
     settings, model = work.settings, work.model
     before = None
     if not settings.new:
@@ -263,31 +245,24 @@ def _train(work: _Work, workshop: making.Workshop, rows: int, *, checkpoint: boo
     rate = settings.peak_rate(model.model.norm.weight.size)
     plan = Plan(steps, rows, LENGTH, rate, settings.seed, checkpoint)
     best, complete = train(workshop, work.recording, plan, work.folder, work.progress)
-    return _Training(before, best, steps, complete)
-
-
-def _finish(work: _Work, workshop: making.Workshop, training: _Training) -> Tuned:
-    """Measure the best heads in their final formats, write them if they are better than before, return the result."""
-    before, best, settings, model = training.before, training.best, work.settings, work.model
     if best is None:
-        return Tuned(None, before, None, ())
+        return Tuned(None, before, None, ()), complete
+    return _finish(work, workshop, before, best, steps), complete
+
+
+def _finish(work: _Work, workshop: making.Workshop, before: Acceptance | None, best: Best, steps: int) -> Tuned:
+    """Measure the best heads in their final formats, write them if they are better than before, return the result."""
+    settings, model = work.settings, work.model
     put(workshop, best.parameters)
     model.mtp = workshop.finished()
     after = _measured(work, workshop)
     better = after.cycle.mean > (1.0 if before is None else before.cycle.mean)
     if better:
-        write_heads(model, work.file, {"mlx_mtp_tuned": json.dumps({"seed": settings.seed, "steps": training.steps})})
+        write_heads(model, work.file, {"mlx_mtp_tuned": json.dumps({"seed": settings.seed, "steps": steps})})
     return Tuned(work.file if better else None, before, after, tuple(best.curve))
 
 
 def _measured(work: _Work, workshop: making.Workshop) -> Acceptance:
     """Return the acceptance of the heads in the model on the held-out documents."""
     held = [document for document in work.recording.documents if document.held]
-    with dense(work.model.modules()):
-        return measure(work.model, work.recording, held, workshop.depths)
-
-
-def without_heads(model: Any) -> list[Any]:
-    """Return all modules of a model but those of its MTP heads."""
-    heads = {id(module) for head in model.mtp for module in head.modules()}
-    return [module for module in model.modules() if id(module) not in heads]
+    return measure(work.model, work.recording, held, workshop.depths)

@@ -403,7 +403,7 @@ READ = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_co
 
 def test_the_key_of_a_transcoding_is_what_is_read(step, tmp_path, cache, monkeypatch):
     """Neither the name of a directory nor the time counts: the contents of each file that is read there do."""
-    config = read_config(transcode(prepare(step[3]), tmp_path / "whole").path)
+    config = read_config(transcode(prepare(step[3]), tmp_path / "whole"))
     folder = tmp_path / "a" / "from"
     folder.mkdir(parents=True)
     for name in READ:

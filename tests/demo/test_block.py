@@ -11,9 +11,9 @@ from sweep import SWEEP, sampled, sweep
 import mlx_mtp
 from bench.train_demo import block, block_anchors, block_network, checkpoint, written_streams
 from bench.train_demo.block_network import DRAFTS, TAPS, WINDOW, Anchors, Frozen
+from bench.train_demo.trainer import Trainer
 from bench.train_demo.written_streams import Streams
 from mlx_mtp.demo import demo_block_path, demo_path
-from mlx_mtp.training.optimize import Trainer
 
 PROMPTS = (
     "class LineReader:\n    def __init__(self, stream, limit):\n        self.stream = stream\n",

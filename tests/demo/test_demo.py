@@ -16,8 +16,8 @@ from bench.train_demo.data import PHASES, epoch, load_corpus
 from bench.train_demo.library import with_summaries
 from bench.train_demo.network import build, foresight_loss, joint_loss
 from bench.train_demo.train import batches, token_stream
+from bench.train_demo.trainer import Trainer
 from mlx_mtp.demo import demo_path
-from mlx_mtp.training.optimize import Trainer
 
 LENGTH = 64  # tokens of the comparison of logits
 

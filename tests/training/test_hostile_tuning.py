@@ -16,7 +16,6 @@ from mlx_mtp.checkpoint.adapters import load_adapters
 from mlx_mtp.cli import main
 from mlx_mtp.training import tune
 from mlx_mtp.training.recording import DOCUMENTS, ROWS, Recording
-from mlx_mtp.training.streams import WIDTH
 
 OPTIONS = {"new": True, "draft_vocab": None, "bits": None, "tokens": 2000, "epochs": 0.2, "rows": 2}
 TARGET = {**HEADLESS["qwen3"], "vocab_size": 16, "num_hidden_layers": 2}
@@ -111,8 +110,8 @@ def test_a_line_that_was_cut_is_dropped_and_missing_rows_are_damage(tmp_path):
 
 
 def command_line(target, *args):
-    """Return the result of a command that makes new heads; it leaves this process' environment as it is."""
-    return CliRunner(env={WIDTH: "20"}).invoke(main, ["tune-heads", "--model", str(target), "--new", *args])
+    """Return the result of a command that makes new heads."""
+    return CliRunner().invoke(main, ["tune-heads", "--model", str(target), "--new", *args])
 
 
 COMMANDS = {

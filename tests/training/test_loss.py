@@ -15,10 +15,10 @@ from mlx_mtp.demo import demo_path
 from mlx_mtp.training import heads, measure
 from mlx_mtp.training.batches import Batch
 from mlx_mtp.training.chain import chain
+from mlx_mtp.training.heads import rounded
 from mlx_mtp.training.loss import chain_loss, noisy
 from mlx_mtp.training.reading import read
 from mlx_mtp.training.recording import Recording
-from mlx_mtp.training.straight_through import rounded
 
 
 def demo(_folder):

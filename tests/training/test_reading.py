@@ -1,8 +1,6 @@
-"""Recording reads documents at the same time, and stores what reading one after the other gives."""
+"""A recording stores what reading each document gives."""
 
-import os
 import threading
-from contextlib import nullcontext
 from itertools import cycle
 
 import families
@@ -11,10 +9,8 @@ import numpy as np
 import pytest
 
 import mlx_mtp
-from mlx_mtp.training import reading
 from mlx_mtp.training.reading import read, record
 from mlx_mtp.training.recording import Recording
-from mlx_mtp.training.streams import STREAMS, WIDTH, interleave_streams, streams
 from mlx_mtp.training.texts import Text
 
 LENGTHS = 20, 17, 33, 16, 40
@@ -31,10 +27,8 @@ def documents():
     return list(zip(texts, cycle([True, False]), strict=False))
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_documents_are_recorded_as_one_by_one(model, count, tmp_path, monkeypatch):
+def test_documents_are_recorded_as_they_are_read(model, tmp_path):
     """For each limit they are the same ones, and the next call begins with the document after them."""
-    monkeypatch.setattr(reading, "streams", lambda most=3: [nullcontext()] * min(count, most))
     given = documents()
     expected = [read(model, text.tokens) for text, _ in given]
     for limit in (1, 20, 21, 37, 38, 86, 126, 1000):
@@ -51,10 +45,7 @@ def test_documents_are_recorded_as_one_by_one(model, count, tmp_path, monkeypatc
             assert np.array_equal(tokens[here], np.stack([text.tokens, np.array(choices)], axis=1))
 
 
-def test_each_thread_has_its_own_streams(model, tmp_path):
-    """MLX refuses another thread's; two calls of one thread use the same ones."""
-    assert len(streams()) == STREAMS
-    assert len(streams(1)) == 1
+def test_another_thread_records_the_same(model, tmp_path):
     found = []
 
     def other():
@@ -69,15 +60,3 @@ def test_each_thread_has_its_own_streams(model, tmp_path):
     here = Recording(tmp_path / "here", {}, model.no_hidden().shape[-1])
     record(model, iter(documents()), here, sum(LENGTHS[:2]))
     assert np.array_equal(found[0].arrays()[0], here.arrays()[0])
-
-
-@pytest.mark.parametrize(
-    ("device", "before", "after"), [(mx.cpu, None, "1000"), (mx.cpu, "20", "20"), (mx.gpu, None, None)]
-)
-def test_a_cpus_streams_are_interleaved_unless_the_user_decides(device, before, after, monkeypatch):
-    monkeypatch.setattr(mx, "default_device", lambda: device)
-    monkeypatch.setenv(WIDTH, before or "")  # restored at the end
-    if before is None:
-        monkeypatch.delenv(WIDTH)
-    interleave_streams()
-    assert os.environ.get(WIDTH) == after

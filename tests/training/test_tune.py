@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import families
 import lora
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 from drafters import HEADLESS
@@ -26,7 +25,6 @@ from mlx_mtp.checkpoint.inspect import as_text, inspect_checkpoint
 from mlx_mtp.checkpoint.library import Place
 from mlx_mtp.training import estimate, heads, tune
 from mlx_mtp.training import train as training
-from mlx_mtp.training.dense import dense
 from mlx_mtp.training.measure import Acceptance, Share
 from mlx_mtp.training.optimize import Trainer
 from mlx_mtp.training.reading import is_held_out
@@ -126,27 +124,10 @@ def test_a_new_head_of_an_adapted_target_has_plain_modules(headless, tmp_path):
 
 
 def test_a_new_head_of_a_quantized_target_has_the_types_of_its_norms(headless, tmp_path):
-    """Not those of the float32 copies with which it is trained on a CPU."""
     path = tmp_path / "converted"
     mlx_mtp.convert(headless, path, dtype="bfloat16", quantize=True, q_group_size=32)
     found = tuned(load(path), tmp_path / "new.safetensors", **{**NEW, "epochs": 0.2})
     assert {w.dtype for w in mx.load(str(found.file)).values()} == {mx.bfloat16}
-
-
-def test_a_quantized_target_has_float32_copies_in_the_whole_run_and_in_the_estimate(headless, tmp_path, monkeypatch):
-    mlx_mtp.convert(headless, tmp_path / "converted", quantize=True, q_group_size=32)
-    model, kinds, costs = load(tmp_path / "converted"), set(), []
-    monkeypatch.setattr(estimate, "memory_of", lambda *_, **how: 0)
-    with dense(tune.without_heads(model)) as size:
-        pass
-    how = {**NEW, "epochs": 0.2, "confirm": costs.append}
-    tuned(
-        model, tmp_path / "new.safetensors", progress=lambda *_: kinds.add(type(model.layers[0].mlp.up_proj)), **how
-    )
-    assert kinds == {nn.Linear}
-    assert [each.memory for each in costs] == [size]
-    assert size > 0
-    assert type(model.layers[0].mlp.up_proj) is nn.QuantizedLinear
 
 
 EIGHT, FOUR = ({"mtp_q_bits": bits, "mtp_q_group_size": 32} for bits in (8, 4))

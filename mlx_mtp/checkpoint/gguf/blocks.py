@@ -56,9 +56,9 @@ def _one_scale(b: np.ndarray, bits: int, *, minimum: bool) -> Groups:
     return Groups(codes, d, _half(b[:, 2:4]) if minimum else -(2 ** (bits - 1)) * d)
 
 
-def _q8_0(b: np.ndarray) -> Groups:
-    d = _half(b[:, :2])
-    return Groups(b[:, 2:] ^ 128, d, -128 * d)
+def _centred(codes: np.ndarray, scales: np.ndarray) -> Groups:
+    """Return codes of 8 bits, of which 128 stands for 0, as `Groups`."""
+    return Groups(codes, scales, -128 * scales)
 
 
 def _k(b: np.ndarray, bits: int) -> Groups:
@@ -76,14 +76,9 @@ def _k(b: np.ndarray, bits: int) -> Groups:
     return Groups(codes, _half(b[:, :2]) * scales, -(_half(b[:, 2:4]) * mins))
 
 
-def _nonlinear(bytes_: np.ndarray) -> np.ndarray:
-    """Return the values of nonlinear 4-bit codes, plus 128, as 8-bit codes; bytes [..., n] become [..., 2 n]."""
-    return (NONLINEAR + 128).astype(np.uint8)[_nibbles(bytes_)]
-
-
-def _iq4_nl(b: np.ndarray) -> Groups:
-    d = _half(b[:, :2])
-    return Groups(_nonlinear(b[:, 2:]), d, -128 * d)
+def _nonlinear(codes: np.ndarray, scales: np.ndarray) -> Groups:
+    """Return nonlinear 4-bit codes as `Groups` with codes of 8 bits."""
+    return _centred((NONLINEAR + 128).astype(np.uint8)[codes], scales)
 
 
 def _xs_factors(b: np.ndarray) -> np.ndarray:
@@ -99,8 +94,7 @@ def _xs_codes(b: np.ndarray) -> np.ndarray:
 
 
 def _iq4_xs(b: np.ndarray) -> Groups:
-    scales = _half(b[:, :2]) * _xs_factors(b)
-    return Groups(_nonlinear(b[:, 8:].reshape(-1, SUPER, 16)), scales, -128 * scales)
+    return _nonlinear(_xs_codes(b), _half(b[:, :2]) * _xs_factors(b))
 
 
 def six_bits(b: np.ndarray) -> np.ndarray:
@@ -140,10 +134,10 @@ EXACT = {
     "Q4_1": Exact(4, 20, 1, partial(_one_scale, bits=4, minimum=True)),
     "Q5_0": Exact(5, 22, 1, partial(_one_scale, bits=5, minimum=False)),
     "Q5_1": Exact(5, 24, 1, partial(_one_scale, bits=5, minimum=True)),
-    "Q8_0": Exact(8, 34, 1, _q8_0),
+    "Q8_0": Exact(8, 34, 1, lambda b: _centred(b[:, 2:] ^ 128, _half(b[:, :2]))),
     "Q4_K": Exact(4, 144, SUPER, partial(_k, bits=4), rounds=True),
     "Q5_K": Exact(5, 176, SUPER, partial(_k, bits=5), rounds=True),
-    "IQ4_NL": Exact(8, 18, 1, _iq4_nl),
+    "IQ4_NL": Exact(8, 18, 1, lambda b: _nonlinear(_nibbles(b[:, 2:]), _half(b[:, :2]))),
     "IQ4_XS": Exact(8, 136, SUPER, _iq4_xs, rounds=True),
     "MXFP4": Exact(4, 17, 1, lambda b: Groups(_nibbles(b[:, 1:]), b[:, :1], None), mode="mxfp4"),
 }

@@ -89,12 +89,8 @@ def cached(
     prepared = prepare(path, options, config_from=config_from, heads_for=heads_for)
     if announce is not None:
         announce(prepared, new)
-    transcode(prepared, new, progress or _tell)
+    transcode(prepared, new, progress or (lambda done, of: report_progress("Transcoding", done >> 20, of >> 20)))
     return new
-
-
-def _tell(done: int, total: int) -> None:
-    report_progress("Transcoding", done >> 20, total >> 20)
 
 
 def _contents(files: list[Path]) -> str:

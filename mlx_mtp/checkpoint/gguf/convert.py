@@ -2,7 +2,6 @@
 
 import shutil
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,14 +47,6 @@ class Prepared:
     def nbytes(self) -> int:
         """Bytes of all tensors to write."""
         return writer.total_size(self.files)
-
-
-@dataclass(frozen=True)
-class Transcoded:
-    """The result of a transcoding: its directory, and the seconds that it took."""
-
-    path: Path
-    seconds: float
 
 
 def prepare(
@@ -144,14 +135,14 @@ def write_holes(folder: Path, files: dict[str, dict[str, Any]], config: dict[str
         writer.allocate(folder / name, tensors)
 
 
-def transcode(prepared: Prepared, path: str | Path, progress: writer.Progress | None = None) -> Transcoded:
-    """Write a planned transcoding to the new directory `path`; one that fails or is interrupted leaves no files.
+def transcode(prepared: Prepared, path: str | Path, progress: writer.Progress | None = None) -> Path:
+    """Write a planned transcoding to the new directory `path`, and return it, absolute; a failure leaves no files.
 
     With heads only, it writes neither config.json nor an index. progress: called with the bytes written, and all
     bytes. ValueError if the directory is not empty, the disk has too little space, or the GGUF file contains NaN,
     infinity, or scales that its plan cannot store.
     """
-    began, new = time.monotonic(), expanded(path).resolve()
+    new = expanded(path).resolve()
     atomic.check_new(new)
     extra = prepared.tokenizer.files() if prepared.tokenizer else {}
     size = prepared.nbytes + sum(map(len, extra.values())) + sum(file.stat().st_size for file in prepared.copied)
@@ -165,4 +156,4 @@ def transcode(prepared: Prepared, path: str | Path, progress: writer.Progress | 
             save_config(dict(prepared.config), folder / "config.json")
             (folder / INDEX).write_text(writer.index(prepared.files))
         writing.write({folder / name: part for name, part in prepared.files.items()}, prepared.parameters, progress)
-    return Transcoded(new, time.monotonic() - began)
+    return new

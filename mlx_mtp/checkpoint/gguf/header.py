@@ -105,14 +105,12 @@ def _splits(path: Path, first: GGUFContents) -> list[Path]:
     files = split_names(path)
     if count <= 1:
         if len(files) > 1:  # `fingerprint` includes all files of the name
-            raise ValueError(
-                f"{path}: one of {len(files)} splits by its name, but its split.count is {count}; rename it"
-            )
+            named = f"one of {len(files)} splits by its name"
+            raise ValueError(f"{path}: {named}, but its split.count is {count}; rename it")
         return [path]
     if len(files) != count:
-        raise ValueError(
-            f"{path}: one of {count} splits; rename them, in order, to end in -00001-of-{count:05d}.gguf and so on"
-        )
+        ends = f"rename them, in order, to end in -00001-of-{count:05d}.gguf and so on"
+        raise ValueError(f"{path}: one of {count} splits; {ends}")
     if missing := [file for file in files if not file.is_file()]:
         raise ValueError(f"{missing[0]}: not found; {path.name} is one of {count} splits, which are all needed")
     return files

@@ -1,9 +1,7 @@
 """Inspect a GGUF file by its header: family, types, heads, and the memory that its transcoding needs."""
 
 import tempfile
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ..inspect import Inspection, inspect_checkpoint
 from .convert import Prepared, prepare, write_holes
@@ -18,9 +16,4 @@ def inspect_gguf(file: str | Path, *, ranks: int = 1) -> tuple[Prepared, Inspect
     prepared = prepare(file, measure=False)
     with tempfile.TemporaryDirectory(prefix="mlx-mtp-") as name:
         write_holes(Path(name), prepared.files, prepared.config)
-        facts = inspect_checkpoint(Path(name), values=False, ranks=ranks)
-    messages: dict[str, Any] = {
-        kind: tuple(text.replace(name, str(file)) for text in getattr(facts, kind))
-        for kind in ("warnings", "problems")
-    }
-    return prepared, replace(facts, path=str(file), **messages)
+        return prepared, inspect_checkpoint(Path(name), values=False, ranks=ranks).at(file)

@@ -54,18 +54,6 @@ class Options:
             raise ValueError(f"dtype={self.dtype!r}: not together with gguf_exact, whose values are float32")
 
 
-class Output(NamedTuple):
-    """A tensor to write; it has the attributes of an array that `convert_writer` reads."""
-
-    shape: tuple[int, ...]
-    dtype: mx.Dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return math.prod(self.shape) * self.dtype.size
-
-
 class Form(NamedTuple):
     """A parameter's format: bits of a code, mode, and the type of scales or, if not quantized, of values.
 
@@ -103,15 +91,15 @@ class Parameter:
             return len(self.change.rows)
         return sum(math.prod(entry.shape[:-1]) for entry in self.entries)
 
-    def outputs(self) -> dict[str, Output]:
-        """Return an `Output` for each written tensor by name: the values, or codes, scales and (if affine) biases."""
+    def outputs(self) -> dict[str, mx.array]:
+        """Return each written tensor, as lazy zeros, by name: the values, or codes, scales and (if affine) biases."""
         if not self.form.bits:
-            return {self.name: Output(self.shape, self.form.dtype)}
+            return {self.name: mx.zeros(self.shape, self.form.dtype)}
         module, (*inner, columns) = self.name.removesuffix(".weight"), self.shape
         blocks = BLOCK_FORMATS.get(self.form.mode)
         count = columns // GROUP if blocks is None else columns // blocks.span * blocks.words
-        scales = Output((*inner, count), self.form.dtype)
-        words = Output((*inner, columns * self.form.bits // 32), mx.uint32)
+        scales = mx.zeros((*inner, count), self.form.dtype)
+        words = mx.zeros((*inner, columns * self.form.bits // 32), mx.uint32)
         found = {self.name: words, f"{module}.scales": scales}
         return found | ({f"{module}.biases": scales} if self.form.mode == "affine" else {})
 
@@ -302,9 +290,6 @@ def listed_quantization(parameters: list[Parameter]) -> dict[str, Any] | None:
     """
     target = [p for p in parameters if p.form.bits and not p.path.startswith("mtp.")]
     target.sort(key=lambda p: (p.form.bits, p.form.mode))
-    return listed({p.path.removesuffix(".weight"): _format(p.form) for p in target})
-
-
-def _format(form: Form) -> Format:
-    blocks = BLOCK_FORMATS.get(form.mode)
-    return Format(GROUP if blocks is None else blocks.group_size, form.bits, form.mode)
+    sizes = {mode: blocks.group_size for mode, blocks in BLOCK_FORMATS.items()}
+    forms = {p.path.removesuffix(".weight"): p.form for p in target}
+    return listed({path: Format(sizes.get(f.mode, GROUP), f.bits, f.mode) for path, f in forms.items()})

@@ -129,9 +129,8 @@ def _with_heads(contents: GGUFContents, heads_from: str | Path | None) -> tuple[
         entries = {name: e for name, e in entries.items() if _block(name) < trunk} | blocks
     if factors := entries.get(FACTORS):
         if math.prod(factors.shape) > MAX_FACTORS:
-            raise ValueError(
-                f"{factors.file}: tensor {FACTORS} has shape {factors.shape}; expected at most {MAX_FACTORS} numbers"
-            )
+            found = f"tensor {FACTORS} has shape {factors.shape}"
+            raise ValueError(f"{factors.file}: {found}; expected at most {MAX_FACTORS} numbers")
         values[FACTORS] = dequantized(factors.kind, factors.blocks()).reshape(-1)
     meta = _meta(contents.files[0], values, entries)
     if meta.heads and not any(name.startswith(f"blk.{meta.layers}.") for name in entries):

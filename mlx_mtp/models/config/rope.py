@@ -160,9 +160,8 @@ def _check_longrope(parameters: Config, longest: int | None) -> None:
         usual = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
         stated = parameters.get("attention_factor", usual)
         if abs(stated - usual) > 1e-6 or abs(parameters.get("factor", factor) / factor - 1) > 1e-6:
-            raise ValueError(
-                f"rope_scaling: longrope of these lengths needs factor {factor:g}, attention_factor {usual:g}"
-            )
+            needed = f"factor {factor:g}, attention_factor {usual:g}"
+            raise ValueError(f"rope_scaling: longrope of these lengths needs {needed}")
 
 
 def _with_mscale(parameters: Config) -> Config:

@@ -174,11 +174,6 @@ NEMOTRON_MIXER = {
 }
 
 
-def _in_nemotron_head(name: str) -> str:
-    """Return the path in an MTP head of a tensor's name in a block; layer 0 is attention, layer 1 experts."""
-    return f"block.layers.{int(not name.startswith('attn_'))}.{NEMOTRON_MIXER[name]}"
-
-
 def nemotron_config(meta: Meta) -> dict[str, Any]:
     """Return config.json of Nemotron-H or Nemotron-3; each layer's kind follows from the names of its tensors.
 
@@ -271,6 +266,7 @@ NEMOTRON = Family(
         "attn_norm": "block.layers.0.norm",
         "post_attention_norm": "block.layers.1.norm",
         "ffn_norm": "block.layers.1.norm",
-        **{name: _in_nemotron_head(name) for name in NEMOTRON_MIXER},
+        # Layer 0 is attention, layer 1 experts.
+        **{n: f"block.layers.{int(not n.startswith('attn_'))}.{path}" for n, path in NEMOTRON_MIXER.items()},
     },
 )

@@ -8,28 +8,21 @@ import numpy as np
 
 REQUIRED = object()
 MOST_BLOCKS = 1024
+FACTORS = """
+logit_scale residual_scale embedding_scale attention.value_scale rope.scaling.factor expert_weights_scale
+"""
+ZERO_IS_NEUTRAL = """
+attn_logit_softcapping final_logit_softcapping router_logit_softcapping attention.scale attention.clamp_kqv
+attention.max_alibi_bias rope.scaling.yarn_log_multiplier swiglu_clamp_exp swiglu_clamp_shexp
+"""
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # keys that change logits, and values under which they do not
-    "logit_scale": (0.0, 1.0),
-    "residual_scale": (0.0, 1.0),
-    "embedding_scale": (0.0, 1.0),
-    "attn_logit_softcapping": (0.0,),
-    "final_logit_softcapping": (0.0,),
-    "router_logit_softcapping": (0.0,),
-    "attention.scale": (0.0,),
-    "attention.value_scale": (0.0, 1.0),
+    **dict.fromkeys(FACTORS.split(), (0.0, 1.0)),
+    **dict.fromkeys(ZERO_IS_NEUTRAL.split(), (0.0,)),
+    **dict.fromkeys(("attention.sliding_window", "expert_count"), (0,)),
     "attention.causal": (True,),
-    "attention.sliding_window": (0,),
-    "attention.clamp_kqv": (0.0,),
-    "attention.max_alibi_bias": (0.0,),
     "rope.scaling.type": ("none",),
-    "rope.scaling.factor": (0.0, 1.0),
     "rope.scaling.attn_factor": (1.0,),
-    "rope.scaling.yarn_log_multiplier": (0.0,),
-    "expert_weights_scale": (0.0, 1.0),
     "expert_group_count": (0, 1),
-    "swiglu_clamp_exp": (0.0,),
-    "swiglu_clamp_shexp": (0.0,),
-    "expert_count": (0,),
     "rope.freq_base_swa": (),
 }
 

@@ -190,9 +190,8 @@ def mla_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
     heads = int(max(meta.each("attention.head_count")))
     nope = _mla(meta, "")["qk_nope_head_dim"]
     if shape[0] % heads or shape[0] // heads <= nope:
-        raise ValueError(
-            f"{meta.file}: {path} has {shape[0]} rows, expected more than {nope} for each of {heads} heads"
-        )
+        expected = f"more than {nope} for each of {heads} heads"
+        raise ValueError(f"{meta.file}: {path} has {shape[0]} rows, expected {expected}")
     rows = np.arange(shape[0]).reshape(heads, -1)
     if path.endswith(".unembed_out.weight"):
         return Change(rows=rows[:, nope:].reshape(-1), shape=(heads, shape[0] // heads - nope, shape[1]))
@@ -218,39 +217,26 @@ def mimo_config(meta: Meta) -> dict[str, Any]:
     found["layernorm_epsilon"] = found.pop("rms_norm_eps")
     if found["routed_scaling_factor"] == 1.0:
         found["routed_scaling_factor"] = None
-    return (
-        found
-        | sizes
-        | {f"swa_{name}": value for name, value in sizes.items()}
-        | {
-            "n_shared_experts": None,
-            "hybrid_layer_pattern": hybrid,
-            "moe_layer_freq": [int(i in sparse) for i in range(meta.layers)],
-            "num_key_value_heads": int(groups[full]),
-            "swa_num_key_value_heads": int(groups[slid]),
-            "sliding_window_size": meta.size("attention.sliding_window"),
-            "partial_rotary_factor": math.ceil(rotated * 1000) / 1000,
-            "attention_value_scale": meta.number("attention.value_scale", 1.0),
-            "swa_rope_theta": meta.number("rope.freq_base_swa", 10000.0),
-            "add_swa_attention_sink_bias": 1 in sinks,
-            "add_full_attention_sink_bias": 0 in sinks,
-        }
-    )
+    found |= sizes | {f"swa_{name}": value for name, value in sizes.items()}
+    return found | {
+        "n_shared_experts": None,
+        "hybrid_layer_pattern": hybrid,
+        "moe_layer_freq": [int(i in sparse) for i in range(meta.layers)],
+        "num_key_value_heads": int(groups[full]),
+        "swa_num_key_value_heads": int(groups[slid]),
+        "sliding_window_size": meta.size("attention.sliding_window"),
+        "partial_rotary_factor": math.ceil(rotated * 1000) / 1000,
+        "attention_value_scale": meta.number("attention.value_scale", 1.0),
+        "swa_rope_theta": meta.number("rope.freq_base_swa", 10000.0),
+        "add_swa_attention_sink_bias": 1 in sinks,
+        "add_full_attention_sink_bias": 0 in sinks,
+    }
 
 
 STEP = Family(step_config, STEP_BLOCK)
 GLM = Family(glm_config, {**SELF_ATTENTION, **POST_ATTENTION_NORM, **MLP, **EXPERTS, **CORRECTION, **SHARED})
 DEEPSEEK = Family(deepseek_config, MLA_BLOCK, mla_changes)
 GLM_DSA = replace(DEEPSEEK, config=glm_dsa_config, block={**MLA_BLOCK, **INDEXER})
-MIMO = Family(
-    mimo_config,
-    {
-        **SELF_ATTENTION,
-        **FFN_NORM,
-        **MLP,
-        **EXPERTS,
-        **CORRECTION,
-        "attn_sinks.weight": "self_attn.attention_sink_bias",
-    },
-    head={**HEAD, "layer_output_norm": "norm"},
-)
+SINKS = {"attn_sinks.weight": "self_attn.attention_sink_bias"}
+MIMO_BLOCK = {**SELF_ATTENTION, **FFN_NORM, **MLP, **EXPERTS, **CORRECTION, **SINKS}
+MIMO = Family(mimo_config, MIMO_BLOCK, head={**HEAD, "layer_output_norm": "norm"})

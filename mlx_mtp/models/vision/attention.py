@@ -1,10 +1,42 @@
-"""Attention of all patches of a picture to each other, in pieces that need little memory and time."""
+"""Attention of all patches of a picture to each other, in pieces that need little memory and time, and an MLP."""
+
+from collections.abc import Callable
 
 import mlx.core as mx
+import mlx.nn as nn
 
 FUSED = (64, 80, 128)  # head sizes of MLX's fused attention; for others it stores all scores
 CPU_PAIRS = 1 << 21  # scores per head and piece on a CPU, where all scores of a piece are stored
 GPU_PAIRS = 1 << 28  # macOS ends a command that takes seconds
+
+
+class Attention(nn.Module):
+    """Attention of all patches. names: of its projections. turned: rotates queries or keys by cosines and sines."""
+
+    def __init__(self, size: int, heads: int, names: tuple[str, str], turned: Callable[..., mx.array]):
+        super().__init__()
+        self.heads, self._names, self._turned = heads, names, turned
+        self[names[0]], self[names[1]] = nn.Linear(size, 3 * size), nn.Linear(size, size)
+
+    def __call__(self, x: mx.array, turn: tuple[mx.array, mx.array]) -> mx.array:
+        into, out = (self[name] for name in self._names)
+        qkv = into(x).reshape(x.shape[0], 3, self.heads, -1).transpose(1, 2, 0, 3)
+        queries, keys = (self._turned(part, *turn) for part in qkv[:2])
+        found = attend(queries[None], keys[None], qkv[2][None])
+        return out(found[0].transpose(1, 0, 2).reshape(x.shape))
+
+
+class MLP(nn.Module):
+    """Two projections, whose names are `names`, with an activation between them."""
+
+    def __init__(self, size: int, inner: int, names: tuple[str, str], activation: Callable[[mx.array], mx.array]):
+        super().__init__()
+        self._names, self._activation = names, activation
+        self[names[0]], self[names[1]] = nn.Linear(size, inner), nn.Linear(inner, size)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        into, out = (self[name] for name in self._names)
+        return out(self._activation(into(x)))
 
 
 def attend(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from .attention import attend
+from .attention import MLP, Attention
 from .learned import interpolated, inverse_frequencies, stages_of
 from .qwen_pixels import Pixels
 
@@ -63,34 +63,13 @@ def read_sizes(config: dict) -> Any:
     return found
 
 
-class Attention(nn.Module):
-    def __init__(self, size: int, heads: int):
-        super().__init__()
-        self.heads = heads
-        self.qkv, self.proj = nn.Linear(size, 3 * size), nn.Linear(size, size)
-
-    def __call__(self, x: mx.array, turn: tuple[mx.array, mx.array]) -> mx.array:
-        qkv = self.qkv(x).reshape(x.shape[0], 3, self.heads, -1).transpose(1, 2, 0, 3)
-        queries, keys = (_turned(part, *turn) for part in qkv[:2])
-        found = attend(queries[None], keys[None], qkv[2][None])
-        return self.proj(found[0].transpose(1, 0, 2).reshape(x.shape))
-
-
-class MLP(nn.Module):
-    def __init__(self, size: int, inner: int):
-        super().__init__()
-        self.linear_fc1, self.linear_fc2 = nn.Linear(size, inner), nn.Linear(inner, size)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.linear_fc2(nn.gelu_approx(self.linear_fc1(x)))
-
-
 class Block(nn.Module):
     def __init__(self, sizes: Any):
         super().__init__()
         size = sizes.hidden_size
         self.norm1, self.norm2 = nn.LayerNorm(size, eps=EPS), nn.LayerNorm(size, eps=EPS)
-        self.attn, self.mlp = Attention(size, sizes.num_heads), MLP(size, sizes.intermediate_size)
+        self.attn = Attention(size, sizes.num_heads, ("qkv", "proj"), _turned)
+        self.mlp = MLP(size, sizes.intermediate_size, ("linear_fc1", "linear_fc2"), nn.gelu_approx)
 
     def __call__(self, x: mx.array, turn: tuple[mx.array, mx.array]) -> mx.array:
         x = x + self.attn(self.norm1(x), turn)

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from .attention import attend
+from .attention import MLP, Attention
 from .learned import interpolated, inverse_frequencies, stages_of
 from .step_tiles import FEATURE, STRIDE, Pixels, Views
 
@@ -80,35 +80,14 @@ class Scale(nn.Module):
         self.gamma = mx.ones(size)
 
 
-class Attention(nn.Module):
-    def __init__(self, size: int, heads: int):
-        super().__init__()
-        self.heads = heads
-        self.in_proj, self.out_proj = nn.Linear(size, 3 * size), nn.Linear(size, size)
-
-    def __call__(self, x: mx.array, turn: tuple[mx.array, mx.array]) -> mx.array:
-        qkv = self.in_proj(x).reshape(x.shape[0], 3, self.heads, -1).transpose(1, 2, 0, 3)
-        queries, keys = (_turned(part, *turn) for part in qkv[:2])
-        found = attend(queries[None], keys[None], qkv[2][None])
-        return self.out_proj(found[0].transpose(1, 0, 2).reshape(x.shape))
-
-
-class MLP(nn.Module):
-    def __init__(self, size: int, inner: int):
-        super().__init__()
-        self.c_fc, self.c_proj = nn.Linear(size, inner), nn.Linear(inner, size)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.c_proj(nn.gelu_fast_approx(self.c_fc(x)))
-
-
 class Block(nn.Module):
     def __init__(self, sizes: Any):
         super().__init__()
         size = sizes.width
         self.ln_1, self.ln_2 = nn.LayerNorm(size, eps=sizes.eps), nn.LayerNorm(size, eps=sizes.eps)
         self.ls_1, self.ls_2 = Scale(size), Scale(size)
-        self.attn, self.mlp = Attention(size, sizes.heads), MLP(size, sizes.inner)
+        self.attn = Attention(size, sizes.heads, ("in_proj", "out_proj"), _turned)
+        self.mlp = MLP(size, sizes.inner, ("c_fc", "c_proj"), nn.gelu_fast_approx)
 
     def __call__(self, x: mx.array, turn: tuple[mx.array, mx.array]) -> mx.array:
         x = x + self.ls_1.gamma * self.attn(self.ln_1(x), turn)

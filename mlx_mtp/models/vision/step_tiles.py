@@ -139,9 +139,8 @@ def find_marks(path: Path) -> tuple[int, ...]:
         added = json.loads((path / "tokenizer.json").read_text())["added_tokens"]
         ids = {token["content"]: int(token["id"]) for token in added}
     except (OSError, ValueError, KeyError, TypeError) as e:
-        raise ValueError(
-            f"{path}/tokenizer.json: missing or invalid ({type(e).__name__}); pictures need the tokens in it"
-        ) from None
+        state = f"missing or invalid ({type(e).__name__})"
+        raise ValueError(f"{path}/tokenizer.json: {state}; pictures need the tokens in it") from None
     if missing := [mark for mark in MARKS if mark not in ids]:
         raise ValueError(f"{path}/tokenizer.json: no token {missing[0]}, which pictures need")
     return tuple(ids[mark] for mark in MARKS)
