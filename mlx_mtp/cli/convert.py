@@ -76,17 +76,14 @@ def convert(**flags: Any) -> None:
     if only_heads or only_tower:
         flags.pop("trust_remote_code")  # they need no tokenizer
     with loading(shown=shown):
-        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
-
         from ..checkpoint.convert import convert as convert_all
         from ..checkpoint.convert import extract_heads
         from ..checkpoint.convert_vision import extract_vision
-    columns = TextColumn("Converting"), BarColumn(bar_width=20), DownloadColumn(), TimeRemainingColumn()
     given = {name: value for name, value in flags.items() if value not in (None, False) and name not in OF_GGUF}
     given |= {name: int(value) for name, value in given.items() if name.endswith(("_bits", "_size"))}
-    with bar(*columns, shown=shown) as update:
+    with bar(shown=shown, of_bytes=True, left=True) as update:
         function: Any = extract_heads if only_heads else extract_vision if only_tower else convert_all
-        done = function(**given, progress=partial(update, ""))
+        done = function(**given, progress=partial(update, "Converting"))
     click.echo(f"wrote      {done.path}")
     lines = [f"vision     {done.summary}"] if only_tower else str(done.report).splitlines()
     click.echo("\n".join(line for line in lines if not (only_heads and line.startswith("target"))))

@@ -79,8 +79,6 @@ def check_ops(ops: tuple[str, ...], known: tuple[str, ...]) -> None:
 
 def compile_only(file: Path, flags: dict[str, Any]) -> None:
     """Compile the kernels' Metal texts, write the JSON report, print a line per kernel; exit 1 on a failure."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-
     from ..bench import compile_check, compile_jobs
     from .progress import stages
 
@@ -91,8 +89,7 @@ def compile_only(file: Path, flags: dict[str, Any]) -> None:
     jobs = [compile_jobs.job_of(launch) for launch in launches]
     check = compile_check.CompileCheck(jobs, file, limit)
     try:
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-        with stages(*columns, quiet=False) as progress:
+        with stages(quiet=False) as progress:
             check.run(progress)
     finally:
         click.echo("\n".join(compile_check.lines(check.found)))

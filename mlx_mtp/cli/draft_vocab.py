@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
+from .given_file import text_files
 from .options import check_place, checkpoint_options, checkpoint_path
-from .text_files import text_files
 
 SHARE = 4  # the default size is this fraction of the vocabulary
 PIECE = 1 << 20  # characters to encode at a time

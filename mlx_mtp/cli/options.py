@@ -16,9 +16,8 @@ from click import Choice, FloatRange, IntRange, option
 from ..checkpoint.chat_template import reserved_names
 from ..demo import demo_path
 from .gguf import gguf_options, transcoded
-from .given_file import GivenFile
+from .given_file import SIZE, GivenFile
 from .grammar_options import grammar_of, grammar_options
-from .sizes import SIZE
 from .together import check_prompt, group, own_file
 
 BITS = Choice(["2", "3", "4", "5", "6", "8"])

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click import FloatRange, IntRange
+from click import FloatRange, IntRange, option
 from click.core import ParameterSource
 
 from ..machine.errors import install
 from . import options
 from .advice import advised_sampling
 from .agent import KeepsWords, agent_options, install_agent
-from .serve_options import picture_options, several_models_options
+from .given_file import SIZE
 from .together import check_flags, follows
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -30,6 +30,37 @@ ANSWERS = 20.0  # seconds to wait until the server answers its first request
 DECODING = ("num_draft_tokens", "draft_sampling", "adaptive", "draft_p_min", "prompt_lookup", "compile_cycles")
 # Flags with files that belong to one model.
 OF_ONE = ("adapter_path", "draft_model", "draft_vocab", "mtp_path", "config_from", "vision_path")
+
+several_models_options = options.options(
+    option("--model", "models", multiple=True, help=f"{options.MODEL}  Repeatable: requests choose one by its name."),
+    option(
+        "--models-dir",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        help="Serve all models in this folder and up to four levels below; requests choose one by its name.",
+    ),
+    option(
+        "--max-memory",
+        type=SIZE,
+        help="With several models: maximum memory after a load, such as 8GB; the least recently used are unloaded "
+        "for it.  [default: the memory that is free at the start]",
+    ),
+    options.code_option,
+    options.loading_options,
+)
+picture_options = options.options(
+    option(
+        "--fetch-images",
+        multiple=True,
+        metavar="HOST[:PORT]",
+        help="Host from which pictures of requests may be downloaded; repeatable.  [default: none]",
+    ),
+    option(
+        "--vision-cache",
+        default="512MB",
+        type=SIZE,
+        help="Maximum size of pictures' features that are kept, such as 512MB or 2GB.",
+    ),
+)
 
 
 @click.command(cls=KeepsWords)

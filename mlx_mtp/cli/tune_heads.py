@@ -7,9 +7,8 @@ from typing import Any
 import click
 from click import Choice, FloatRange, IntRange
 
-from .given_file import GivenFile
+from .given_file import GivenFile, text_files
 from .options import check_place, checkpoint_options, checkpoint_path
-from .text_files import text_files
 
 
 @click.command("tune-heads")
@@ -86,7 +85,7 @@ def tune_heads(model: str | None, trust_remote_code: bool, out: Path, texts: tup
         config = {"trust_remote_code": True} if trust_remote_code else {}
         heads: dict[str, Any] = {"mtp": False} if settings.new else {"mtp_path": mtp_path}
         loaded, tokenizer = load(path, config, adapter_path=adapters, kernels="off", **heads)
-    with stages(*_columns(), quiet=quiet) as update:
+    with stages(quiet=quiet, left=True) as update:
         tuned = tune(
             loaded,
             tokenizer,
@@ -100,9 +99,3 @@ def tune_heads(model: str | None, trust_remote_code: bool, out: Path, texts: tup
         click.echo(line)
     if tuned.file and not quiet:
         click.echo(f"Use them with: --mtp-path {tuned.file}", err=True)
-
-
-def _columns() -> list[Any]:
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-
-    return [TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn()]

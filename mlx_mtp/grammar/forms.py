@@ -10,7 +10,7 @@ from ..machine.errors import first_line
 from .equivalent import equivalent
 from .library import llguidance
 from .names import NO_NUMBERED_ESCAPES, unaliased
-from .schema_paths import path_in
+from .references import path_in
 
 SPACES = r"[\x20\x0A\x0D\x09]"  # JSON's white space
 # The default separators of items and keys, as patterns. Without a limit a model can write spaces for ever.

@@ -18,18 +18,16 @@ from .field_table import check_fields
 from .fields import MOST_CHOICES, ModelInfo, Refused, boolean, check_characters, fields_of, integer
 from .forms import Content, Message, past_pictures, without_oldest_pictures
 from .frames import ends_in_reasoning
-from .generic_calls import with_tools
 from .job import Begun, DecodeRequest, End, Failed, Prefilled
 from .prompts import Prompt, encode_chat
 from .request_pictures import BLOCK
 from .sampling_fields import decode_requests, refusing_long
 from .structured import Output, constraint_of
-from .template_probes import renders_tools
-from .template_traits import traits_of
+from .template_traits import renders_tools, traits_of
 from .thinking import switch_of
 from .tool_calls.schema import dumps
 from .tool_calls.table import GENERIC
-from .tool_choice import ToolChoice, call_output
+from .tool_choice import ToolChoice, call_output, with_tools
 
 IDLE_SECONDS = 1.0  # limit of the chat template for a prompt that was not requested; no request begins meanwhile
 ROLES = ("system", "user", "assistant", "tool")

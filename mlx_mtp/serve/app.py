@@ -31,10 +31,9 @@ from .fields import Refused
 from .guard import SAFE_HEADERS, Guard, RootPath, SafeHeaders
 from .job import LOST, Begun, End, Event, Failed, Job, Prefilled
 from .limits import QueueFull
-from .listing import health, model, models
+from .listing import health, listed, model, models, running, show, version
 from .messages import MessagesRequest, anthropic_error, count_tokens
 from .ollama import OllamaChat, OllamaGenerate, ollama_error
-from .ollama_models import listed, running, show, version
 from .preparation import unless_gone
 from .responses import ResponsesRequest
 from .service import Service

@@ -16,9 +16,8 @@ from ..cache.prompt_cache import PromptCache
 from ..cache.prompt_prefix import shared
 from ..machine.errors import with_type, without_directories
 from ..machine.stream import in_turn
-from .endings import closed, failed_by, must_end
+from .endings import FinishedJobs, closed, failed_by, keep_rows, must_end
 from .failures import dropped
-from .finished import FinishedJobs, keep_rows
 from .follow import PREFILL, as_json
 from .job import (
     LOST,

@@ -4,15 +4,14 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from .departure import check_client
 from .forms import Message
 from .template_traits import CONTENT, Traits
-from .tool_calls.json_text import members
-from .tool_calls.schema import dumps
-from .unanswered import Unanswered
+from .tool_calls.schema import dumps, members
 
 SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 PLACEHOLDER = "\ufdd2"  # starts the key of a placeholder; a noncharacter
@@ -20,6 +19,32 @@ IN_ASCII = r"\ufdd2"  # how templates that print only ASCII print it
 KEY = rf'"(?:{PLACEHOLDER}|{re.escape(IN_ASCII)})(\d+)"'
 PLACEHOLDERS = re.compile(rf"\{{\s*{KEY}\s*:\s*0\s*\}}|\[\s*{KEY}\s*\]")
 Escape = Callable[[Any], Any]  # escapes special tokens in the strings of a JSON value
+
+T = TypeVar("T")
+
+
+class Unanswered(Generic[T]):
+    """The calls of one answer that have no result yet, in their order, each under several keys."""
+
+    def __init__(self):
+        self._queues: dict[Hashable, deque[tuple[int, T]]] = {}
+        self._taken, self._count = set[int](), 0
+
+    def add(self, call: T, *keys: Hashable) -> None:
+        """Append a call under different keys."""
+        for key in keys:
+            self._queues.setdefault(key, deque()).append((self._count, call))
+        self._count += 1
+
+    def take(self, key: Hashable) -> T | None:
+        """Remove and return the first call under a key; None if there is none."""
+        queue = self._queues.get(key)
+        while queue:
+            number, call = queue.popleft()
+            if number not in self._taken:
+                self._taken.add(number)
+                return call
+        return None
 
 
 class Link(NamedTuple):

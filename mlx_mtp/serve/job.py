@@ -23,11 +23,10 @@ from .batch_decoder import BatchDecoder, decode_alone
 from .continued import Continuation
 from .failures import dropped
 from .frames import REASONING, FramedSplitter, Frames, begun_in
-from .logprobs import token_logprob
 from .max_tokens import agreed_max_tokens
 from .prefix_files import PrefixFiles
 from .prefixes import LAST, PrefixTree, comparisons
-from .token_rules import NO_RULES, TokenRules
+from .token_rules import NO_RULES, TokenRules, token_logprob
 from .tool_calls.call_format import CallFormat
 
 log = logging.getLogger("mlx_mtp.serve")

@@ -16,8 +16,7 @@ from .api_request import (
     message_of,
     new_id,
 )  # fmt: skip
-from .chat import functions_of, strict_names
-from .chat_messages import role_of
+from .chat import functions_of, role_of, strict_names
 from .contents import ENCRYPTED, Contents, kind_of
 from .field_table import check_fields
 from .fields import ModelInfo, Refused, items, stops, text

@@ -8,8 +8,7 @@ from typing import Any
 
 from .answer import Part, TextPart, ToolCall, calls_of, text_of
 from .api_request import Answer, ApiRequest, chat_decode_requests
-from .chat import functions_of
-from .chat_messages import messages_of
+from .chat import functions_of, messages_of
 from .contents import Contents
 from .fields import ModelInfo, Refused, boolean, items, stops, text
 from .forms import Message

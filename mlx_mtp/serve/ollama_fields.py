@@ -3,16 +3,15 @@
 import re
 from typing import Any
 
-from .chat_messages import message_of_chat
+from .chat import message_of_chat
 from .contents import Contents
-from .field_sizes import check_size
 from .field_table import unknown_names
-from .fields import Refused, field_of, fields_of, shown, text
+from .fields import Refused, check_size, field_of, fields_of, shown, text
 from .forms import Message
+from .history import Unanswered
 from .output_format import GUIDED
 from .places import Place
 from .sampling_fields import LARGE
-from .unanswered import Unanswered
 
 FIELDS = ("model", "format", "options", "stream", "think", "keep_alive", *GUIDED, "structured_outputs")
 FIELDS += ("guided_whitespace_pattern", "template", "suffix", "truncate", "shift")  # the last two are ignored

@@ -14,8 +14,7 @@ from ..decoding.graph_memory import shaped
 from ..machine import atomic
 from ..machine.errors import first_line
 from ..machine.memory import check_room
-from .chunk_file import FOREIGN, ChunkReader, Stored, bytes_needed, read_stored, write_chunks
-from .prefix_chunks import Chunk, resumable_path
+from .chunk_file import FOREIGN, Chunk, ChunkReader, Stored, bytes_needed, read_stored, resumable_path, write_chunks
 from .prefixes import PrefixTree
 
 log = logging.getLogger("mlx_mtp.serve")

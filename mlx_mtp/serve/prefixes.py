@@ -30,7 +30,7 @@ from ..layers.target import Target
 from ..machine.memory import METAL_BUFFERS
 from ..pictures.rows import places_in
 from ..tuning.kernel_fallback import run_first
-from .prefix_chunks import Chunk, Size, resumable_path
+from .chunk_file import Chunk, Size, resumable_path
 
 MAX_BUFFERS = METAL_BUFFERS // 20  # of a tree; with the model and active requests less than a tenth is used
 LAST = 4  # rows that `comparisons` compares: those of a cycle with three drafts

@@ -9,7 +9,7 @@ import pytest
 from served import KEY
 
 from mlx_mtp.serve.answer import TextPart
-from mlx_mtp.serve.chat_messages import messages_of
+from mlx_mtp.serve.chat import messages_of
 from mlx_mtp.serve.contents import Contents
 from mlx_mtp.serve.fields import Refused
 from mlx_mtp.serve.ollama import OllamaChat, OllamaGenerate

@@ -6,10 +6,9 @@ from hypothesis import strategies as st
 from templates import OWN, tokenizer_of
 
 from mlx_mtp.serve.forms import Conversation, _with_one_call_a_turn
-from mlx_mtp.serve.history import linked
+from mlx_mtp.serve.history import Unanswered, linked
 from mlx_mtp.serve.ollama_fields import chat_messages
 from mlx_mtp.serve.template_traits import traits_of
-from mlx_mtp.serve.unanswered import Unanswered
 
 
 class Counted(str):

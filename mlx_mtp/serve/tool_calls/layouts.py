@@ -11,9 +11,8 @@ from ..template_traits import NAME, OPTIONS, RESULT, Probe, probes
 from .call_format import CallFormat, Reading
 from .gemma import GemmaCalls
 from .json_calls import JsonCalls
-from .json_text import end_of_value
 from .pythonic import PythonicCalls
-from .schema import Tools
+from .schema import Tools, end_of_value
 from .tagged import TaggedCalls
 
 SECOND = "secondname"
