@@ -11,11 +11,11 @@ from click import Choice, FloatRange, IntRange, option
 from . import bench_options as shared
 from .image_options import WithImages, image_options
 from .next_command import after_bench
-from .options import BITS, GIVEN
+from .options import BITS, GIVEN, refuse
 
 SHOWN = 20  # maximum number of differing texts to list
 GRAMMAR = "FILE|builtin"
-EXCLUDED = "drafts", "contexts", "categories", "prompts", "preset", "synth_rates"  # options that --grammar excludes
+EXCLUDED = "drafts", "contexts", "categories", "each", "preset", "synth_rates"  # options that --grammar excludes
 DOCUMENTS = ("stepwise_math",)  # its questions follow a context of source code
 MOST_ROWS = 16  # maximum rows of a verify
 CONTEXTS, LOOKED_BACK = (
@@ -62,10 +62,11 @@ def decode(**flags: Any) -> None:
 
     if flags["preset"]:
         _check_preset(flags)
-    if flags["grammar"] and (given := [name for name in EXCLUDED if flags["each" if name == "prompts" else name]]):
-        raise click.UsageError(f"--grammar excludes --{given[0].replace('_', '-')}; leave one of them out")
+    if flags["grammar"]:
+        refuse(flags, EXCLUDED, "--grammar excludes {}; leave one of them out")
     if flags["images"]:
-        _check_images(flags)
+        names = "contexts", "categories", "each", "preset", "synth_rates", "grammar"
+        refuse(flags, names, "--image excludes {}; leave one of them out")
     before = result.read(flags["compare"], "decode") if flags["compare"] else None
     flags["max_tokens"] = flags["max_tokens"] or (48 if flags["quick"] else 128)
     found = _measured(flags)
@@ -79,20 +80,11 @@ def decode(**flags: Any) -> None:
         raise SystemExit(1)
 
 
-def _check_images(flags: dict[str, Any]) -> None:
-    """Raise UsageError if --image is combined with an option for other prompts, --grammar or --synth-rates."""
-    names = "contexts", "categories", "each", "preset", "synth_rates", "grammar"
-    if given := next((name for name in names if flags[name]), None):
-        flag = "prompts" if given == "each" else given.replace("_", "-")
-        raise click.UsageError(f"--image excludes --{flag}; leave one of them out")
-
-
 def _check_preset(flags: dict[str, Any]) -> None:
     """Raise UsageError if --preset is combined with other conditions or lacks its model."""
     if not (flags["model"] or flags["config"] or flags["quick"]):
         raise click.UsageError("--preset documents needs --model or --config with three chained heads, or --quick")
-    if given := [name for name in ("contexts", "kv_bits", "mtp_kv_bits") if flags[name]]:
-        raise click.UsageError(f"--preset documents sets --{given[0].replace('_', '-')} itself; leave that out")
+    refuse(flags, ("contexts", "kv_bits", "mtp_kv_bits"), "--preset documents sets {} itself; leave that out")
 
 
 def _measured(flags: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from click import FloatRange, IntRange, option
 
 from .bench_options import loaded_from
 from .next_command import after_doctor, loading_words
-from .options import checkpoint_options, source_options
+from .options import checkpoint_options, refuse, source_options
 
 
 @click.command()
@@ -61,9 +61,8 @@ def check_flags(flags: dict[str, Any]) -> None:
     compiling, checking = flags["compile_only"], flags["bits_only"]
     if compiling and checking:
         raise click.UsageError("--compile-only and --bits-only: choose one")
-    for name in ("sample", "all_formats", "limit"):
-        if flags[name] and not compiling:
-            raise click.UsageError(f"--{name.replace('_', '-')} needs --compile-only")
+    if not compiling:
+        refuse(flags, ("sample", "all_formats", "limit"), "{} needs --compile-only")
     if flags["op"] and not (compiling or checking):
         raise click.UsageError("--op needs --compile-only or --bits-only")
     if (given := loading_words(flags)) and (compiling or checking):

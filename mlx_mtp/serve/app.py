@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import html
-import logging
 import time
 from collections.abc import AsyncIterator, Iterable
 from functools import partial
@@ -26,7 +25,7 @@ from .answer import Part
 from .api_request import Answer, ApiRequest, openai_error
 from .chat import ChatRequest
 from .completions import CompletionRequest
-from .failures import dropped, printable
+from .failures import dropped, log, printable
 from .fields import Refused
 from .guard import SAFE_HEADERS, Guard, RootPath, SafeHeaders
 from .job import LOST, Begun, End, Event, Failed, Job, Prefilled
@@ -38,8 +37,6 @@ from .preparation import unless_gone
 from .responses import ResponsesRequest
 from .service import Service
 
-log = logging.getLogger("mlx_mtp.serve")
-log.addHandler(logging.NullHandler())  # only the command writes a log
 PATIENCE = 2.0  # seconds before the stream of a queued request begins with a comment
 SILENCE = 10.0  # seconds without an event after which a stream sends a keep-alive
 WARNING, MAX_WARNING = "X-MLX-MTP-Warning", 2000  # a header, and its maximum number of characters
@@ -67,7 +64,11 @@ def application(service: Service, root: str = "") -> Starlette:
     posts |= {"/api/chat": OllamaChat, "/api/generate": OllamaGenerate}
     gets = {"/health": health, "/metrics": metrics, "/v1/models": models, "/models": models, "/": page}
     gets |= {"/api/tags": listed, "/api/ps": running, "/api/version": version}
-    handlers: dict[Any, Any] = {HTTPException: _http_error, Refused: refused, Exception: _unexpected}
+    handlers: dict[Any, Any] = {Refused: refused}
+    handlers[Exception] = lambda request, error: _error(request, 500, f"unexpected {type(error).__name__}")
+    handlers[HTTPException] = lambda request, error: _error(
+        request, error.status_code, f"{request.method} {request.url.path}: {error.detail}"
+    )
     handlers[TemplateStopped] = lambda request, error: refused(request, Refused(str(error), param="messages"))
     handlers[QueueFull] = lambda request, error: refused(request, Refused(FULL, status=503))
     handlers[ClientDisconnect] = lambda request, error: Response(status_code=499)
@@ -110,14 +111,6 @@ def _error(
         body = ollama_error(message) if path.startswith("/api/") else openai_error(status, message, param, code)
     headers = {**SAFE_HEADERS, **({"retry-after": "1"} if status == 503 else {})}
     return JSONResponse(body, status, headers)
-
-
-def _http_error(request: Request, error: HTTPException) -> Response:
-    return _error(request, error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-
-
-def _unexpected(request: Request, error: Exception) -> Response:
-    return _error(request, 500, f"unexpected {type(error).__name__}")
 
 
 async def unsupported(request: Request) -> Response:

@@ -13,7 +13,6 @@ from .job import Begun, End
 from .output_format import output_of
 from .places import ANSWER, CALL, OTHER, UNKNOWN, USER, Place, entries_of
 from .sampling_fields import most_tokens
-from .thinking import template_of
 from .tool_choice import openai_choice
 
 # Roles of messages by the names that a request may use, and what each means for `newest_of`.
@@ -38,20 +37,14 @@ class ChatRequest(ChoicesRequest):
         contents = Contents(info, self.warnings)
         messages = contents.settled(messages_of(body, contents))
         self.requests = chat_decode_requests(
-            info,
-            body,
-            messages,
-            choice,
-            template_of(body, info, self.warnings),
-            self.warnings,
-            self.call_ids,
+            self, info, body, messages, choice,
             most=most_tokens(body, "max_completion_tokens", "max_tokens"),
             choices=self.choices,
             progress=self.shows_prefill,
             stops=stops(body, "stop"),
             logprobs=(top or 0) if logprobs else None,
             output=output_of(self.api, body),
-        )
+        )  # fmt: skip
         self._calls = [0] * self.choices
 
     def begin(self, begun: Begun) -> Iterable[str]:

@@ -76,15 +76,6 @@ def resumable_path(path: list[Chunk]) -> list[Chunk]:
     return path[: max((i for i, chunk in enumerate(path, 1) if chunk.checkpoint), default=0)]
 
 
-@dataclass
-class Size:
-    """The bytes, buffers and chunks of one tree."""
-
-    nbytes: int = 0
-    buffers: int = 0
-    chunks: int = 0
-
-
 @dataclass(frozen=True)
 class Stored:
     """The header of a prefix file.

@@ -28,6 +28,8 @@ MOST_PLACES = 3  # named by one warning
 HIDDEN = ("type", "id", "status", "signature", "encrypted_content", "cache_control")
 # Escaped as in Python's strings, since templates split answers at marks of reasoning.
 MARKS = str.maketrans({"<": "\\x3c", ">": "\\x3e"})
+BRIEF = reprlib.Repr()
+BRIEF.maxlevel, BRIEF.maxdict, BRIEF.maxlist, BRIEF.maxstring = 4, 8, 6, 200
 
 DOCUMENTS = ("document", "search_result", "file", "input_file")
 NO_TEXT = ("image/", "audio/", "video/", "font/", "application/pdf")  # begin media types
@@ -172,15 +174,6 @@ def _is_part(value: Any) -> bool:
     return isinstance(value, str) or isinstance(kind_of(value), str)
 
 
-def _brief() -> reprlib.Repr:
-    brief = reprlib.Repr()
-    brief.maxlevel, brief.maxdict, brief.maxlist, brief.maxstring = 4, 8, 6, 200
-    return brief
-
-
-BRIEF = _brief()
-
-
 def _shown(value: Any) -> str:
     """Return ": " and the start of a value in one line; "" for None, and for an object with nothing to show."""
     if isinstance(value, dict):
@@ -193,7 +186,8 @@ def document_parts(part: dict[str, Any], place: Place) -> list[tuple[Any, Place]
 
     None for a document without inline text: a URL, an id, or a file in another format than text.
     """
-    content = _search_result(part, place) if part.get("type") == "search_result" else _content(part, place)
+    is_found = part.get("type") == "search_result"
+    content = _listed(part.get("content"), place.at("content")) if is_found else _content(part, place)
     if content is None:
         return None
     inner = part["file"] if isinstance(part.get("file"), dict) else part
@@ -202,10 +196,6 @@ def document_parts(part: dict[str, Any], place: Place) -> list[tuple[Any, Place]
         (Line(found), place.at(name)) for each, name in names if isinstance(found := each.get(name), str) and found
     ]
     return [*heads, *content]
-
-
-def _search_result(part: dict[str, Any], place: Place) -> list[tuple[Any, Place]] | None:
-    return _listed(part.get("content"), place.at("content"))
 
 
 def _content(part: dict[str, Any], place: Place) -> list[tuple[Any, Place]] | None:

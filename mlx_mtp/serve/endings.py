@@ -1,7 +1,6 @@
 """End jobs, convert their exceptions to events, and keep the caches of finished ones for later prompts."""
 
 import contextlib
-import logging
 import time
 from collections import deque
 from typing import Any
@@ -9,9 +8,8 @@ from typing import Any
 from ..cache.prompt_cache import PromptCache
 from ..cache.prompt_prefix import shared
 from ..machine.errors import first_line, with_type, without_directories
+from .failures import log
 from .job import DecodeRequest, Failed, Interrupted, Job, Served, keep, with_adapter
-
-log = logging.getLogger("mlx_mtp.serve")
 
 MAX_FINISHED = 4  # responses whose conversations wait for idle time to be prefilled
 

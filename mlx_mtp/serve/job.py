@@ -1,7 +1,6 @@
 """Generate one choice of a response in steps: prefill the new part of the prompt by chunks, then decode by cycles."""
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -28,8 +27,6 @@ from .prefix_files import PrefixFiles
 from .prefixes import LAST, PrefixTree, comparisons
 from .token_rules import NO_RULES, TokenRules, token_logprob
 from .tool_calls.call_format import CallFormat
-
-log = logging.getLogger("mlx_mtp.serve")
 
 
 @dataclass(frozen=True)

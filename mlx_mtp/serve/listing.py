@@ -1,6 +1,7 @@
 """Serve the routes that describe the server and its models: `GET /health`, `/v1/models`, and Ollama's."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from .._version import __version__
 from ..checkpoint.stored_template import default_template, stored_template
 from .catalog import Offer
-from .fields import Refused, text, unknown_model
+from .fields import Refused, text
 from .models import Models
 from .service import Service
 
@@ -56,7 +57,7 @@ def _states(models: Models, *, named: bool) -> dict[str, Any]:
 
 
 def _state(slot: Any) -> dict[str, Any]:
-    return {"state": slot.state, "loads": slot.loads, **({"error": slot.error} if slot.error else {})}
+    return {"state": slot.engine.state, "loads": slot.loads, **({"error": slot.error} if slot.error else {})}
 
 
 def skipped(models: Models) -> list[dict[str, str]]:
@@ -85,12 +86,10 @@ async def model(request: Request) -> Response:
 def offer_of(service: Service, name: str) -> Offer:
     """Return the `Offer` of a model under this name. Refused: 404 for an unknown name, 503 before any is known."""
     if service.models:
-        service.models.named({"model": name})
         return service.models.offer_of(name)
-    if not service.ready().has_name(name):
-        raise unknown_model(name, service.ready().listed)
+    service.ready().called({"model": name})
     offers = service.offers()
-    return next((offer for offer in offers if offer.name == name), offers[0]).called(name)
+    return replace(next((offer for offer in offers if offer.name == name), offers[0]), name=name)
 
 
 def _model(offer: Offer) -> dict[str, Any]:

@@ -21,10 +21,7 @@ COUNTERS = {
     "spec_decode_num_draft_tokens": ("Drafts that were verified.", lambda end, _: end.drafts[0]),
     "spec_decode_num_accepted_tokens": ("Drafts that were accepted.", lambda end, _: end.drafts[1]),
     "grammar_num_draft_tokens": ("Verified drafts of grammars.", lambda end, _: end.stats.grammar_drafted),
-    "grammar_num_accepted_tokens": (
-        "Accepted drafts of grammars.",
-        lambda end, _: end.stats.grammar_accepted,
-    ),
+    "grammar_num_accepted_tokens": ("Accepted drafts of grammars.", lambda end, _: end.stats.grammar_accepted),
     "grammar_mask_seconds": ("Seconds in which the host made masks of grammars.", lambda end, _: end.stats.mask_time),
     "generation_seconds": ("Seconds of decoding.", lambda end, _: end.stats.decode_time),
 }

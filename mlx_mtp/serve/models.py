@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -19,14 +18,13 @@ from ..machine.memory import in_gb
 from ..machine.progress import watcher
 from ..machine.stream import in_turn
 from .catalog import Offer
-from .engine import ENDING, QUIET, TIMED_OUT, Engine
-from .failures import dropped, printable
+from .engine import ENDING, TIMED_OUT, Engine
+from .failures import QUIET, dropped, log, printable, take_turns
 from .fields import LATEST, ModelInfo, Refused, text, unknown_model
 from .job import Failed, Job, Served
 from .limits import Limits, QueueFull
 from .slot import Ready, Slot, Ticket
 
-log = logging.getLogger("mlx_mtp.serve")
 NOT_RUN = "it is code of the checkpoint, which this server does not run"
 
 
@@ -194,8 +192,7 @@ class Models:
     def _run(self) -> None:
         try:
             self._list()
-            while self._turn_or_log():
-                pass
+            take_turns(lambda: self._turn())
         except BaseException as e:
             self.state, self.error = "failed", e
             log.exception("the engine ended")
@@ -227,16 +224,6 @@ class Models:
         self.state = "ready"
         with dropped("the start was not reported"):
             self.ready()
-
-    def _turn_or_log(self) -> bool:
-        """Return `_turn`; an exception that nothing else caught is logged and ends one turn only."""
-        try:
-            return self._turn()
-        except BaseException as e:
-            with contextlib.suppress(BaseException):
-                log.error("a turn of the engine failed", exc_info=e)
-                time.sleep(QUIET)  # a failure in each turn must not fill the log
-        return True
 
     def _turn(self) -> bool:
         """Grant models, begin queued jobs and advance each active job by a chunk or a cycle; else background work.

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import logging
 import os
 import re
 import time
@@ -15,9 +14,9 @@ from ..machine import atomic
 from ..machine.errors import first_line
 from ..machine.memory import check_room
 from .chunk_file import FOREIGN, Chunk, ChunkReader, Stored, bytes_needed, read_stored, resumable_path, write_chunks
+from .failures import log
 from .prefixes import PrefixTree
 
-log = logging.getLogger("mlx_mtp.serve")
 ENDING = ".prefix.safetensors"
 OURS = re.compile(rf"[0-9a-f]{{32}}{re.escape(ENDING)}")
 UNFINISHED = (f"*{ENDING}{atomic.SUFFIX}", f".*{ENDING}-*.safetensors")  # the second: earlier versions

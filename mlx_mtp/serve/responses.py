@@ -15,7 +15,6 @@ from .job import Begun, End, Failed
 from .output_format import output_of
 from .places import ANSWER, CALL, OTHER, UNKNOWN, Place, entries_of
 from .sampling_fields import most_tokens
-from .thinking import template_of
 from .tool_calls.schema import dumps
 from .tool_choice import openai_choice
 
@@ -42,13 +41,10 @@ class ResponsesRequest(ApiRequest):
         _check_include(body.get("include"))
         functions = functions_of(items(body, "tools"), self.warnings)
         choice = openai_choice(body, [_tool(tool) for tool in functions], strict_names(functions))
-        template = template_of(body, info, self.warnings)
         most, ends = most_tokens(body, "max_output_tokens", "max_tokens"), stops(body, "stop")
         more: dict[str, Any] = {"most": most, "stops": ends, "output": output_of(self.api, body)}
         found = conversation_of(body, Contents(info, self.warnings))
-        self.requests = chat_decode_requests(
-            info, body, found, choice, template, self.warnings, self.call_ids, **more
-        )
+        self.requests = chat_decode_requests(self, info, body, found, choice, **more)
         self._body = {name: each for name, each in body.items() if name != "input"}  # which may be large
         self._id, self._created = new_id("resp_"), int(time.time())
         self._items: list[dict[str, Any]] = []

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import errno
-import logging
 import os
 import signal
 import socket
@@ -43,7 +42,6 @@ from .prompts import marks_of
 from .slot import Ready
 from .tool_calls.table import GENERIC, format_of, unread_calls
 
-log = logging.getLogger("mlx_mtp.serve")
 STORING = 20.0  # maximum seconds of writing the prefix cache to files at the end
 SWITCH = 0.0005  # seconds after which a thread that prepares a request passes Python's lock to the engine's
 CHUNK, CHUNK_ON_CPU = (512, LEAST_CHUNK), (64, 24)  # maximum and minimum tokens of a prefill chunk

@@ -39,10 +39,6 @@ class Slot:
     loads: int = 0
 
     @property
-    def state(self) -> str:
-        return self.engine.state
-
-    @property
     def is_busy(self) -> bool:
         return bool(self.pins) or self.engine.is_busy
 
