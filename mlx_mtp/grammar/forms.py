@@ -40,10 +40,6 @@ class Grammar:
     styles: tuple[str, ...] = ()
     tokenizer: Any = field(default=None, compare=False, repr=False)
 
-    def with_tokenizer(self, tokenizer: Any) -> "Grammar":
-        """Return this grammar with a tokenizer, its own if it has one."""
-        return self if self.tokenizer is not None else replace(self, tokenizer=tokenizer)
-
 
 def json_schema(schema: Any, *, whitespace: Whitespace = SEPARATORS, tokenizer: Any = None) -> Grammar:
     """Return the grammar of JSON values that a JSON schema (draft 2020-12) accepts, keys in the schema's order.

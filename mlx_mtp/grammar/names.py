@@ -128,11 +128,11 @@ def _write_patterns(schema: dict[str, Any], path: str) -> None:
             continue
         del patterns[pattern]
         for name in names:
-            if _fits(pattern, name):
+            if _is_schema({"type": "string", "const": name, "pattern": pattern}):
                 properties[name] = {"allOf": [properties[name], value]} if name in properties else value
     if patterns and any(name in schema for name in ("allOf", "anyOf", "oneOf", "$ref")):
         for pattern in patterns:
-            if not _is_infinite(pattern):
+            if not _is_schema({"type": "string", "pattern": pattern, "minLength": 500}):  # fits few names
                 what = (
                     f"/{pattern[:MOST_SHOWN]}/ fits few names, which is not supported next to allOf, anyOf and $ref"
                 )
@@ -173,14 +173,6 @@ def _has_member(schema: str, path: str) -> bool:
 @cache
 def _byte_tokens() -> Any:
     return llguidance().LLTokenizer("byte")
-
-
-def _fits(pattern: str, name: str) -> bool:
-    return _is_schema({"type": "string", "const": name, "pattern": pattern})
-
-
-def _is_infinite(pattern: str) -> bool:
-    return _is_schema({"type": "string", "pattern": pattern, "minLength": 500})
 
 
 def _is_schema(schema: dict[str, Any]) -> bool:

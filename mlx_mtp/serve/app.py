@@ -162,9 +162,10 @@ async def respond(request: Request, api: type[ApiRequest]) -> Response:
             if isinstance(first, Failed):
                 return _error(request, first.status, first.message)
             return Stream(active, first, warned)
-        response = await _whole(request, active)
-        response.headers.update(warned)
-        return response
+        found = await unless_gone(request, active.whole())
+        if isinstance(found, Failed):
+            return _error(request, found.status, found.message)
+        return JSONResponse(active.api_request.whole(found), headers=warned)
     except BaseException:
         active.cancel()
         raise
@@ -189,17 +190,6 @@ async def _submitted(request: Request, api: type[ApiRequest]) -> tuple["ActiveRe
             engine.idle_unload = engine.limits.idle_unload if api_request.idle is None else api_request.idle
             engine.signal.set()  # the engine may wait for the seconds of an earlier request
     return active, warned
-
-
-async def _whole(request: Request, active: "ActiveRequest") -> Response:
-    """Return the response once all choices have ended, or the error of the first that fails.
-
-    If the client disconnects, cancel all choices and raise ClientDisconnect.
-    """
-    found = await unless_gone(request, active.whole())
-    if isinstance(found, Failed):
-        return _error(request, found.status, found.message)
-    return JSONResponse(active.api_request.whole(found))
 
 
 class Stream(StreamingResponse):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from mlx_lm.sample_utils import make_logits_processors
 
 from ..cache.prompt_cache import PromptCache
+from ..decoding.buffer_count import Buffers
 from ..decoding.memory_needs import RESERVED_TOKENS
 from ..decoding.picture_rows import encoding
 from ..decoding.stats import Stats
@@ -162,7 +163,8 @@ class Served(NamedTuple):
     options: default keyword arguments of `stream_generate`. batch: decodes all active jobs in shared passes; None on
     several ranks, where each job decodes alone. frames: marks between which the model writes the parts of an answer.
     tool_format: of calls in answers; None: calls stay text. files: of the prefix cache; None: it is not in files.
-    apart: the same with each adapter that requests can select, whose prefix cache and batch are its own.
+    apart: the same with each adapter that requests can select, whose prefix cache and batch are its own. buffers:
+    numbers of the model's Metal buffers.
     """
 
     model: Any
@@ -174,6 +176,7 @@ class Served(NamedTuple):
     batch: BatchDecoder | None = None
     frames: Frames | None = None
     apart: Mapping[str, "Served"] = MappingProxyType({})
+    buffers: Buffers = Buffers()
 
     @property
     def ranks(self) -> Any:

@@ -51,13 +51,12 @@ def _states(models: Models, *, named: bool) -> dict[str, Any]:
             **({"model": slot.offer.name} if named else {}),
         }
     if named:
-        states = {name: _state(slot) for name, slot in models.slots.items()}
+        states = {
+            name: {"state": slot.engine.state, "loads": slot.loads, **({"error": slot.error} if slot.error else {})}
+            for name, slot in models.slots.items()
+        }
         found |= {"models": states, "skipped": skipped(models)}
     return found
-
-
-def _state(slot: Any) -> dict[str, Any]:
-    return {"state": slot.engine.state, "loads": slot.loads, **({"error": slot.error} if slot.error else {})}
 
 
 def skipped(models: Models) -> list[dict[str, str]]:

@@ -60,7 +60,7 @@ class Models:
         self.signal, self.lock = threading.Event(), threading.Lock()
         self._tickets: list[Ticket] = []
         self._claimed: set[Slot] = set()  # get no new requests: they are unloaded once their answers have ended
-        self._loading: Slot | None = None
+        self.loading: Slot | None = None  # the model that is being loaded
         self._loaded: list[tuple[Slot, Ready | Failed]] = []  # results of the loading thread
         self._stopping: float | None = None
         self.limit = memory.available().bytes + mx.get_active_memory() if self.most is None else self.most
@@ -84,11 +84,6 @@ class Models:
     def queued(self) -> int:
         """Number of requests that wait for a model, and of jobs that were submitted and have not begun."""
         return len(self._tickets) + sum(engine.queued for engine in self.engines)
-
-    @property
-    def loading(self) -> Slot | None:
-        """The model that is being loaded, None if none is."""
-        return self._loading
 
     def named(self, body: dict[str, Any]) -> Slot:
         """Return the slot of the model that a request names in `model`, by default of the first model.
@@ -258,8 +253,8 @@ class Models:
                 self._claimed.clear()  # the requests for which models were claimed have left
             ready = [ticket for ticket in self._tickets if ticket.slot.ready and ticket.slot not in self._claimed]
             self._resolve(ready, None)
-        if target and not self._loading and self._make_room(target):
-            self._loading, target.engine.state = target, "loading"
+        if target and not self.loading and self._make_room(target):
+            self.loading, target.engine.state = target, "loading"
             name = f"mlx-mtp load of {target.offer.name}"
             threading.Thread(target=self._load, args=(target,), name=name, daemon=True).start()
 
@@ -333,7 +328,7 @@ class Models:
         if not self._loaded:
             return
         slot, found = self._loaded.pop()
-        self._loading = slot.progress = None
+        self.loading = slot.progress = None
         slot.error = "" if isinstance(found, Ready) else found.message
         if isinstance(found, Ready):
             slot.engine.open(found.served)
@@ -354,12 +349,12 @@ class Models:
         slots = sorted((slot for slot in self._ready if not slot.pins), key=lambda slot: slot.used)
         left = [slot.used + slot.engine.idle_unload - time.monotonic() for slot in slots]
         idle = [slot for slot, seconds in zip(slots, left, strict=True) if seconds <= 0]
-        if not (idle or self._loading) and len(self._ready) > 1 and mx.get_active_memory() > self.limit:
+        if not (idle or self.loading) and len(self._ready) > 1 and mx.get_active_memory() > self.limit:
             idle = slots[:1]
         for slot in idle:
             self._unload(slot)
         if not idle and not any(engine.background() for engine in self.engines):
-            waits = self._tickets and not self._loading  # for a model that a request holds without a job
+            waits = self._tickets and not self.loading  # for a model that a request holds without a job
             self.signal.wait(QUIET if waits else min([*left, threading.TIMEOUT_MAX]))
             self.signal.clear()
 
