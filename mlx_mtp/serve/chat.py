@@ -134,7 +134,8 @@ def message_of_chat(message: Any, place: Place, contents: Contents) -> Message:
     names = ("reasoning_content", "reasoning", "thinking") if role == "assistant" else ("reasoning_content",)
     if reasoning := [words for name in names if (words := contents.word(message, name, place))]:
         found["reasoning_content"] = reasoning[0]
-    found |= {name: words for name in ("name", "tool_call_id") if (words := contents.word(message, name, place))}
+    names = ("name", "tool_call_id", *(("tool_name",) if role == "tool" else ()))
+    found |= {name: words for name in names if (words := contents.word(message, name, place))}
     given = message.get("tool_calls")
     if role == "assistant" and not given and (legacy := message.get("function_call")):
         given = [{"function": legacy}]

@@ -63,7 +63,8 @@ def linked(messages: list[Message], traits: Traits) -> list[Message]:
     """Return messages with ids that the template accepts, and results with their calls' names, in the calls' order.
 
     If the template prints no content next to calls, content and reasoning become a message of their own before them.
-    A result without an id belongs to the first call of the last answer with calls that has no result yet.
+    A result without an id belongs to the first call of the last answer with calls that has no result yet; with a
+    `tool_name`, to the first such call of this tool, if there is one.
     """
     found: list[tuple[int, Message]] = []
     links: dict[str, Link] = {}
@@ -77,9 +78,9 @@ def linked(messages: list[Message], traits: Traits) -> list[Message]:
                 message = {"role": "assistant", "content": traits.content}
             made, pending = [_link(call, count + i, traits) for i, call in enumerate(calls)], Unanswered()
             count += len(calls)
-            links |= {link.given: link for link in made}
+            links |= {link.given: link for link in made if link.given}
             for link in made:
-                pending.add(link, *{"", link.given})
+                pending.add(link, *{"", link.given, ("tool", link.name)})
             calls = [{**call, "id": link.id} for call, link in zip(calls, made, strict=True)]
             message = {**message, "tool_calls": calls}
         if message["role"] == "tool":
@@ -108,10 +109,13 @@ def _linked_result(
 ) -> tuple[int, Message]:
     """Return a result's call number, and the result with the call's id and, unless it has a name, the call's name.
 
-    Without a call: 0, and the result with its own id in the template's form. pending: by the client's ids, all by "".
+    Without a call: 0, and the result with its own id in the template's form. pending: by the client's ids, by the
+    tools' names, and all by "".
     """
-    given = message.get("tool_call_id", "")
-    if not (link := pending.take(given) or links.get(given)):
+    message, given = {**message}, message.get("tool_call_id", "")
+    tool = message.pop("tool_name", None)
+    named = pending.take(("tool", tool)) if tool and not given else None
+    if not (link := named or pending.take(given) or links.get(given)):
         return 0, {**message, "tool_call_id": _id(given, traits)} if given else message
     return link.number, {**message, "tool_call_id": link.id, "name": message.get("name") or link.name}
 

@@ -25,7 +25,7 @@ class Counted(str):
 MANY = 200
 LINKING = {
     "linked": lambda messages: linked(messages, traits_of(tokenizer_of(OWN["json"]))),
-    "ollama": lambda messages: chat_messages({"messages": messages}),
+    "ollama": lambda messages: linked(chat_messages({"messages": messages}), traits_of(tokenizer_of(OWN["json"]))),
     "one call a turn": lambda messages: _with_one_call_a_turn(Conversation(messages, None)).messages,
 }
 
