@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
-from .keywords import is_any
+from .keywords import is_any, rewritten
 from .library import llguidance
 
 MOST_SHOWN = 80
@@ -41,7 +41,7 @@ def unaliased(root: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     open = [each for each in objects if _is_open(each)]
     patterns = any("patternProperties" in each for each in objects)
     if not patterns and all(each.get("additionalProperties", True) in (True, {}) for each in open):
-        return _with_pattern(root), False
+        return rewritten(root, _with_pattern), False
     escapes = bool(open) and any(each.get("additionalProperties") is not False for each in objects)
     if escapes and "\\u00" in _literals(root):
         raise ValueError(": names or constants with control characters next to members with free names")
@@ -71,21 +71,11 @@ def _literals(schema: Any) -> str:
     return json.dumps(found, ensure_ascii=False)
 
 
-def _with_pattern(schema: Any, *, named: bool = False) -> Any:
+def _with_pattern(_: Mapping[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema in which an open object states its other members by a pattern that fits each name."""
-    if isinstance(schema, list):
-        return [_with_pattern(each) for each in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    found = {
-        name: value
-        if name in ("const", "enum") and not named
-        else _with_pattern(value, named=name in ("properties", "$defs") and not named)
-        for name, value in schema.items()
-    }
-    if not named and (found.get("properties") or found.get("required")) and _is_open(found):
-        found |= {"patternProperties": {"": True}, "additionalProperties": False}
-    return found
+    if (schema.get("properties") or schema.get("required")) and _is_open(schema):
+        schema |= {"patternProperties": {"": True}, "additionalProperties": False}
+    return schema
 
 
 def _write_property_names(schema: dict[str, Any], path: str) -> None:

@@ -63,13 +63,9 @@ def most_predicted(body: dict[str, Any]) -> int | None:
     Raises Refused for another value that is no integer from 1 to LARGE - 1.
     """
     allowed = f"an integer from 1 to {LARGE - 1}, or -1 for no limit"
-    fits = _is_count
-    found = field_of(fields_of(body, "options"), "num_predict", allowed, fits)
+    options = fields_of(body, "options")
+    found = field_of(options, "num_predict", allowed, lambda v: type(v) is int and -2 <= v < LARGE and v != 0)
     return -1 if found == -2 else found
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and (value in (-1, -2) or 1 <= value < LARGE)
 
 
 def idle_seconds(body: dict[str, Any]) -> float | None:

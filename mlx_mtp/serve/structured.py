@@ -52,10 +52,8 @@ def constraint_of(
     none. chat: the answer is split into reasoning and content.
     """
     gate, how = output.gate, (output.grammar, info.tokenizer, info.vocab_size)
-    if output.calls:
-        gate = _call_gate(info, gate, prompt)
-    elif chat:
-        gate = _gate(info, gate, prompt, begun)
+    if output.calls or chat:
+        gate = _gate(info, gate, prompt, begun, calls=output.calls)
     try:
         # `is_compiled` makes llguidance's tokenizer if the load has not: that is not within the time to compile.
         make = partial(compiled, *how)
@@ -70,39 +68,29 @@ def constraint_of(
         raise Refused(f"{output.field}: {e}", param=output.param) from e
 
 
-def _gate(info: ModelInfo, gate: Gate, prompt: Sequence[int], begun: Message | None) -> Gate:
-    """Convert a gate of the content to one of the whole answer, which may begin with reasoning or other frames.
+def _gate(info: ModelInfo, gate: Gate, prompt: Sequence[int], begun: Message | None, *, calls: bool) -> Gate:
+    """Convert a gate of the content, or of tool calls, to one of the whole answer.
 
-    prompt, begun: as in `constraint_of`; the grammar describes the content of `begun` and of the answer together.
+    That may begin with reasoning, its rest, or other frames. prompt, begun: as in `constraint_of`. The grammar of a
+    content describes that of `begun` and of the answer together.
     """
     tokenizer = info.tokenizer
-    begun = begun_answer([begun], tokenizer) if begun else {}
+    begun = begun_answer([begun], tokenizer) if begun and not calls else {}
     content: str = begun.get("content") or ""
-    if info.frames:
+    if info.frames and not calls:
         if begun_in(info.frames, tokenizer.decode(prompt)) == CONTENT:
             return gate._replace(begun=content)
         opening = f"(?!{info.frames.reasoning})(?:{info.frames.content})"
         return gate._replace(after=(opening, *gate.after), patterns=True)
     if not tokenizer.has_thinking:
         return gate._replace(begun=content)
-    if ends_in_reasoning(tokenizer, prompt):
-        return gate._replace(after=(tokenizer.think_end, *gate.after))
-    ended = tokenizer.decode(prompt[-16:]).rstrip().endswith(tokenizer.think_end)
-    if content or ended or gate.after:
-        return gate._replace(begun=content.rpartition(tokenizer.think_end)[2].lstrip("\n"))
-    return gate._replace(opens=tokenizer.think_start, after=(tokenizer.think_end,))
-
-
-def _call_gate(info: ModelInfo, gate: Gate, prompt: Sequence[int]) -> Gate:
-    """Convert a gate of tool calls to one of the whole answer, which may begin with reasoning or its rest."""
-    tokenizer = info.tokenizer
-    if not tokenizer.has_thinking:
-        return gate
-    start, end = tokenizer.think_start, tokenizer.think_end
+    end = tokenizer.think_end
     if ends_in_reasoning(tokenizer, prompt):
         return gate._replace(after=(re.escape(end) if gate.patterns else end, *gate.after))
     ended = tokenizer.decode(prompt[-16:]).rstrip().endswith(end)
-    return gate if ended or gate.after else gate._replace(opens=start, after=(end,))
+    if content or ended or gate.after:
+        return gate._replace(begun=content.rpartition(end)[2].lstrip("\n"))
+    return gate._replace(opens=tokenizer.think_start, after=(end,))
 
 
 def as_json(constraint: Constraint | None) -> Any:
