@@ -12,8 +12,7 @@ from PIL import Image
 import mlx_mtp
 from mlx_mtp.cache.prompt_prefix import PromptPrefix
 from mlx_mtp.pictures.image import open_image
-from mlx_mtp.pictures.place import pictures_as_json
-from mlx_mtp.pictures.rows import Picture
+from mlx_mtp.pictures.rows import Picture, pictures_as_json
 from mlx_mtp.session import ChatSession
 
 A, B = noise(1), noise(2, 24, 40)

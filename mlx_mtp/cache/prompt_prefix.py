@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..pictures.place import pictures_from_json
-from ..pictures.rows import Picture
+from ..pictures.rows import Picture, pictures_from_json
 
 
 @dataclass(frozen=True)

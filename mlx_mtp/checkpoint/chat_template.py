@@ -9,7 +9,7 @@ from typing import Any
 
 from ..cache.prompt_prefix import PromptPrefix, shared
 from ..machine.errors import first_line
-from ..pictures.place import place
+from ..pictures.rows import place
 from .template_limits import TemplateStopped
 
 # The last runs of a prompt, whose tokens depend on what follows: a token can join a sign with the letters after it.

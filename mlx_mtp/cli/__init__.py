@@ -30,6 +30,7 @@ from .tune_heads import tune_heads
 from .verify_lossless import verify_lossless
 
 CLICK_TYPE = re.compile(r"a valid (float|integer)(?: range)?(?=\.?$)")  # in "'x' is not a valid float range."
+KINDS = {"float": "a number", "integer": "an integer"}
 
 
 class OneLine(click.Group):
@@ -58,7 +59,8 @@ class OneLine(click.Group):
             super().main(*args, **{**options, "standalone_mode": False})
             sys.stdout.flush()
         except click.ClickException as e:
-            _fail(CLICK_TYPE.sub(_noun, e.format_message()), e.exit_code)
+            message = CLICK_TYPE.sub(lambda kind: KINDS[kind[1]], e.format_message())
+            _fail(message, e.exit_code)
         except (click.Abort, KeyboardInterrupt):
             sys.exit(130)
         except BrokenPipeError:
@@ -78,10 +80,6 @@ class OneLine(click.Group):
             return super().invoke(ctx)
         except BrokenPipeError:
             sys.exit(_discard_output())  # click itself would exit with 1
-
-
-def _noun(kind: re.Match[str]) -> str:
-    return "a number" if kind[1] == "float" else "an integer"
 
 
 def _unraisable(raised: Any) -> None:

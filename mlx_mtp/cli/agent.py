@@ -16,15 +16,7 @@ WORDS = "mlx_mtp.words"  # key of the command line's words in the context's `met
 SECRETS = {"api_key": "MLX_MTP_API_KEY"}  # their environment variables; `ps` shows a command's words to all users
 INSTALL, UNINSTALL = "install_agent", "uninstall_agent"
 # Options whose value is a name, a file or a directory.
-NAMES = (
-    "models",
-    "config_from",
-    "adapter_path",
-    "draft_model",
-    "draft_vocab",
-    "mtp_path",
-    "vision_path",
-)
+NAMES = ("models", "config_from", "adapter_path", "draft_model", "draft_vocab", "mtp_path", "vision_path")
 CARRIED = ("HF_", "HUGGING_FACE_", "MLX_")  # start of environment variables that a unit takes over
 ALSO_CARRIED = ("PYTHONPATH", "XDG_CACHE_HOME", "SSL_CERT_FILE")
 LATE = 30  # seconds beyond --grace until the server is killed

@@ -10,11 +10,11 @@ from click import Choice, FloatRange, IntRange, option
 from . import bench_options as shared
 from .image_options import WithImages, image_options
 from .next_command import after_bench
-from .options import BITS, GIVEN
+from .options import BITS, GIVEN, refuse
 
 SHOWN = 20  # maximum number of differing texts to list
 GRAMMAR = "FILE|builtin"
-EXCLUDED = "drafts", "contexts", "categories", "prompts", "synth_rates"  # options that --grammar excludes
+EXCLUDED = "drafts", "contexts", "categories", "each", "synth_rates"  # options that --grammar excludes
 MOST_ROWS = 16  # maximum rows of a verify
 CONTEXTS, LOOKED_BACK = (
     {False: (1024, 4096), True: (128, 1024)},
@@ -55,24 +55,17 @@ def decode(**flags: Any) -> None:
     """
     from ..bench.decode import broken
 
-    if flags["grammar"] and (given := [name for name in EXCLUDED if flags["each" if name == "prompts" else name]]):
-        raise click.UsageError(f"--grammar excludes --{given[0].replace('_', '-')}; leave one of them out")
+    if flags["grammar"]:
+        refuse(flags, EXCLUDED, "--grammar excludes {}; leave one of them out")
     if flags["images"]:
-        _check_images(flags)
+        names = "contexts", "categories", "each", "synth_rates", "grammar"
+        refuse(flags, names, "--image excludes {}; leave one of them out")
     flags["max_tokens"] = flags["max_tokens"] or (48 if flags["quick"] else 128)
     found = _measured(flags)
     _print(found, flags)
     shared.finish(found, flags)
     if broken(found):
         raise SystemExit(1)
-
-
-def _check_images(flags: dict[str, Any]) -> None:
-    """Raise UsageError if --image is combined with an option for other prompts, --grammar or --synth-rates."""
-    names = "contexts", "categories", "each", "synth_rates", "grammar"
-    if given := next((name for name in names if flags[name]), None):
-        flag = "prompts" if given == "each" else given.replace("_", "-")
-        raise click.UsageError(f"--image excludes --{flag}; leave one of them out")
 
 
 def _measured(flags: dict[str, Any]) -> dict[str, Any]:

@@ -136,12 +136,9 @@ def cooldown_of(flags: dict[str, Any]) -> float:
 
 def bar() -> contextlib.AbstractContextManager[Callable[[str, int, int], None]]:
     """Show a bar on stderr if it is a terminal; yield a function of a description, the number done and the total."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-
     from . import progress
 
-    columns = BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.description}")
-    return progress.bar(*columns, shown=progress.shows_progress(quiet=False))
+    return progress.bar(shown=progress.shows_progress(quiet=False))
 
 
 def console(*, as_json: bool) -> "Console":

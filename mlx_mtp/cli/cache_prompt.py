@@ -32,8 +32,8 @@ def cache_prompt(**flags: Any) -> None:
     model, tokenizer = options.load_model(flags)
     from ..cache.prompt_prefix import PromptPrefix
     from ..checkpoint.chat_template import stable_tokens
-    from ..pictures.place import pictures_as_json
     from ..pictures.prompt import opened
+    from ..pictures.rows import pictures_as_json
 
     pictures = opened(model, flags["images"], flags["resize_shape"])
     template, name = tokenizer.has_chat_template and not flags["ignore_chat_template"], flags["model"]

@@ -7,7 +7,7 @@ import click
 from click import Choice, option
 
 from .gguf import convert_gguf, gguf_options
-from .options import BITS, options
+from .options import BITS, options, refuse
 
 RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
 OF_QUANTIZED = ("q_group_size", "q_bits", "q_mode", "quant_predicate")
@@ -76,17 +76,14 @@ def convert(**flags: Any) -> None:
     if only_heads or only_tower:
         flags.pop("trust_remote_code")  # they need no tokenizer
     with loading(shown=shown):
-        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
-
         from ..checkpoint.convert import convert as convert_all
         from ..checkpoint.convert import extract_heads
         from ..checkpoint.convert_vision import extract_vision
-    columns = TextColumn("Converting"), BarColumn(bar_width=20), DownloadColumn(), TimeRemainingColumn()
     given = {name: value for name, value in flags.items() if value not in (None, False) and name not in OF_GGUF}
     given |= {name: int(value) for name, value in given.items() if name.endswith(("_bits", "_size"))}
-    with bar(*columns, shown=shown) as update:
+    with bar(shown=shown, of_bytes=True, left=True) as update:
         function: Any = extract_heads if only_heads else extract_vision if only_tower else convert_all
-        done = function(**given, progress=partial(update, ""))
+        done = function(**given, progress=partial(update, "Converting"))
     click.echo(f"wrote      {done.path}")
     lines = [f"vision     {done.summary}"] if only_tower else str(done.report).splitlines()
     click.echo("\n".join(line for line in lines if not (only_heads and line.startswith("target"))))
@@ -96,10 +93,8 @@ def _of_gguf(flags: dict[str, Any]) -> dict[str, Any]:
     """Return the flags with the file as `gguf`; raise UsageError for flags that do not apply to a GGUF file."""
     if flags["gguf"] and flags["hf_path"]:
         raise click.UsageError("--gguf and --hf-path: give only one")
-    others = (*OF_TARGET, *OF_HEADS, "vision_only", "vision_path", "revision")
-    for name in others:
-        if flags[name] and name != "mlx_path":
-            raise click.UsageError(f"--{name.replace('_', '-')}: not for a GGUF file; leave it out")
+    others = (*OF_TARGET[1:], *OF_HEADS, "vision_only", "vision_path", "revision")  # --mlx-path is for both
+    refuse(flags, others, "{}: not for a GGUF file; leave it out")
     return {**flags, "gguf": flags["gguf"] or flags["hf_path"]}
 
 
@@ -110,18 +105,14 @@ def _check(flags: dict[str, Any]) -> None:
     """
     if not flags["hf_path"]:
         raise click.UsageError("--hf-path or --gguf is missing")
-    for name in OF_GGUF:
-        if flags[name]:
-            raise click.UsageError(f"--{name.replace('_', '-')}: only for a GGUF file")
+    refuse(flags, OF_GGUF, "{}: only for a GGUF file")
     if flags["mtp_only"] != (flags["mtp_path"] is not None):
         raise click.UsageError("--mtp-only and --mtp-path: give both or neither")
     if flags["vision_only"] != (flags["vision_path"] is not None):
         raise click.UsageError("--vision-only and --vision-path: give both or neither")
-    useless, why = OF_QUANTIZED if not flags["quantize"] else (), "only with -q"
-    if flags["mtp_only"]:
-        useless, why = OF_TARGET, "not with --mtp-only; --mtp-q-bits is for the heads"
     if flags["vision_only"]:
-        useless, why = (*OF_TARGET, *OF_HEADS, "dtype"), "not with --vision-only; the tower is copied unchanged"
-    for name in useless:
-        if flags[name]:
-            raise click.UsageError(f"--{name.replace('_', '-')}: {why}")
+        refuse(flags, (*OF_TARGET, *OF_HEADS, "dtype"), "{}: not with --vision-only; the tower is copied unchanged")
+    elif flags["mtp_only"]:
+        refuse(flags, OF_TARGET, "{}: not with --mtp-only; --mtp-q-bits is for the heads")
+    elif not flags["quantize"]:
+        refuse(flags, OF_QUANTIZED, "{}: only with -q")

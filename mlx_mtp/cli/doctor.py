@@ -9,7 +9,7 @@ from click import FloatRange, IntRange, option
 
 from .bench_options import loaded_from
 from .next_command import after_doctor, loading_words
-from .options import checkpoint_options, source_options
+from .options import checkpoint_options, refuse, source_options
 
 
 @click.command()
@@ -61,9 +61,8 @@ def check_flags(flags: dict[str, Any]) -> None:
     compiling, checking = flags["compile_only"], flags["bits_only"]
     if compiling and checking:
         raise click.UsageError("--compile-only and --bits-only: choose one")
-    for name in ("sample", "all_formats", "limit"):
-        if flags[name] and not compiling:
-            raise click.UsageError(f"--{name.replace('_', '-')} needs --compile-only")
+    if not compiling:
+        refuse(flags, ("sample", "all_formats", "limit"), "{} needs --compile-only")
     if flags["op"] and not (compiling or checking):
         raise click.UsageError("--op needs --compile-only or --bits-only")
     if (given := loading_words(flags)) and (compiling or checking):
@@ -79,8 +78,6 @@ def check_ops(ops: tuple[str, ...], known: tuple[str, ...]) -> None:
 
 def compile_only(file: Path, flags: dict[str, Any]) -> None:
     """Compile the kernels' Metal texts, write the JSON report, print a line per kernel; exit 1 on a failure."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-
     from ..bench import compile_check, compile_jobs
     from .progress import stages
 
@@ -91,8 +88,7 @@ def compile_only(file: Path, flags: dict[str, Any]) -> None:
     jobs = [compile_jobs.job_of(launch) for launch in launches]
     check = compile_check.CompileCheck(jobs, file, limit)
     try:
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-        with stages(*columns, quiet=False) as progress:
+        with stages(quiet=False) as progress:
             check.run(progress)
     finally:
         click.echo("\n".join(compile_check.lines(check.found)))

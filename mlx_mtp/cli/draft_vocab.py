@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import click
+from click import option
 
+from .given_file import text_files
 from .options import check_place, checkpoint_options, checkpoint_path
-from .text_files import text_files
 
 SHARE = 4  # the default size is this fraction of the vocabulary
 PIECE = 1 << 20  # characters to encode at a time
@@ -17,10 +18,8 @@ PIECE = 1 << 20  # characters to encode at a time
 
 @click.command("draft-vocab")
 @checkpoint_options
-@click.option(
-    "--out", required=True, callback=check_place, help="File to write, for --draft-vocab of other commands."
-)
-@click.option("--size", type=click.IntRange(1), help="Number of tokens.  [default: a quarter of the vocabulary]")
+@option("--out", required=True, callback=check_place, help="File to write, for --draft-vocab of other commands.")
+@option("--size", type=click.IntRange(1), help="Number of tokens.  [default: a quarter of the vocabulary]")
 @click.argument("texts", nargs=-1, metavar="[TEXTS]...", type=click.Path(exists=True, allow_dash=True))
 def draft_vocab(
     model: str | None, trust_remote_code: bool, out: Path, size: int | None, texts: tuple[str, ...]

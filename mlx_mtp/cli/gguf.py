@@ -23,7 +23,7 @@ gguf_options = (
 
 def convert_gguf(flags: dict[str, Any]) -> None:
     """Convert the file of --gguf to the new directory of --mlx-path; print its contents and the path written."""
-    from .progress import loading, shows_progress
+    from .progress import bar, loading, shows_progress
 
     shown = shows_progress(quiet=False)
     with loading(shown=shown):
@@ -37,8 +37,8 @@ def convert_gguf(flags: dict[str, Any]) -> None:
     click.echo(as_text(prepared))
     click.echo(announcement(prepared, new), err=True)
     began = time.monotonic()
-    with _bar(shown=shown) as update:
-        path = transcode(prepared, new, partial(update, ""))
+    with bar(shown=shown, of_bytes=True, left=True) as update:
+        path = transcode(prepared, new, partial(update, "Transcoding"))
     click.echo(f"wrote      {path}, {time.monotonic() - began:.0f} s")
 
 
@@ -48,18 +48,13 @@ def transcoded(file: str, flags: dict[str, Any]) -> Path:
     flags: of the command. With `quiet` nothing is announced and no bar shown; those not in `flags` have defaults.
     """
     from ..checkpoint.gguf.cached import cached
-    from .progress import shows_progress
+    from .progress import bar, shows_progress
 
     shown = shows_progress(quiet=bool(flags.get("quiet")))
     announce = None if flags.get("quiet") else _announce
-    with _bar(shown=shown) as update:
-        return cached(
-            file,
-            _options(flags),
-            config_from=flags.get("config_from"),
-            announce=announce,
-            progress=partial(update, ""),
-        )
+    with bar(shown=shown, of_bytes=True, left=True) as update:
+        given: Any = {"config_from": flags.get("config_from"), "progress": partial(update, "Transcoding")}
+        return cached(file, _options(flags), announce=announce, **given)
 
 
 def _announce(prepared: Any, place: Path) -> None:
@@ -74,13 +69,3 @@ def _options(flags: dict[str, Any]) -> Any:
 
     given = {"plan": flags.get("gguf_plan"), "float32": flags.get("gguf_exact"), "dtype": flags.get("dtype")}
     return Options(**{name: value for name, value in given.items() if value})
-
-
-def _bar(*, shown: bool) -> Any:
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
-
-    from .progress import bar
-
-    return bar(
-        TextColumn("Transcoding"), BarColumn(bar_width=20), DownloadColumn(), TimeRemainingColumn(), shown=shown
-    )

@@ -3,6 +3,7 @@
 from typing import Any
 
 import click
+from click import option
 
 from ..machine.errors import first_line
 from .given_file import GivenFile
@@ -11,18 +12,12 @@ FLAGS = {"json_schema": "--json-schema", "json": "--json", "regex": "--regex", "
 FILE = GivenFile(16_000_000)
 
 
-def grammar_options(command: Any) -> Any:
-    """Decorate a command with the options that constrain its answers to a grammar; return the command."""
-    for option in (
-        click.option("--grammar", type=FILE, default=None, help="File of a grammar in llguidance's dialect of Lark."),
-        click.option("--regex", default=None, help="Regular expression that the whole answer must match."),
-        click.option("--json", is_flag=True, help="The answer is any JSON value."),
-        click.option(
-            "--json-schema", type=FILE, default=None, help="File of a JSON schema that the answer must fit."
-        ),
-    ):
-        command = option(command)
-    return command
+grammar_options = (
+    option("--json-schema", type=FILE, default=None, help="File of a JSON schema that the answer must fit."),
+    option("--json", is_flag=True, help="The answer is any JSON value."),
+    option("--regex", default=None, help="Regular expression that the whole answer must match."),
+    option("--grammar", type=FILE, default=None, help="File of a grammar in llguidance's dialect of Lark."),
+)
 
 
 def grammar_of(flags: dict[str, Any]) -> Any:

@@ -3,7 +3,7 @@
 from typing import Any
 
 import click
-from click import IntRange
+from click import IntRange, option
 
 from .options import options
 from .together import follows
@@ -60,7 +60,7 @@ def _shape(_ctx: click.Context, _param: click.Parameter, value: tuple[int, ...])
 
 
 image_options = options(
-    click.option(
+    option(
         "--image",
         "images",
         multiple=True,
@@ -68,7 +68,7 @@ image_options = options(
         metavar="FILE...",
         help="Pictures before the message: PNG, JPEG, WEBP or GIF files.",
     ),
-    click.option(
+    option(
         "--resize-shape",
         multiple=True,
         type=IntRange(1, 1 << 16),

@@ -25,15 +25,12 @@ def models(folders: tuple[Path, ...], as_json: bool, quiet: bool) -> None:
     Hugging Face, in LM Studio's folder, in the cache of mlx-mtp and in FOLDERS. Except for those in FOLDERS, the last
     part of a name, in any case, can be given to --model unless several models have it.
     """
-    from rich.progress import MofNCompleteColumn, TextColumn
-
     from ..checkpoint.describe import describe
     from ..checkpoint.library import places
     from .progress import bar, shows_progress
 
     found, listed = places(folders), []
-    columns: Any = TextColumn("{task.description}"), MofNCompleteColumn()
-    with bar(*columns, shown=shows_progress(quiet=quiet or as_json)) as update:
+    with bar(shown=shows_progress(quiet=quiet or as_json)) as update:
         for i, place in enumerate(found):
             update(place.name, i, len(found))
             listed.append(describe(place))

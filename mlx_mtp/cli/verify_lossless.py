@@ -49,8 +49,6 @@ def verify_lossless(**flags: Any) -> None:
         wrong = "without drafts there is nothing to verify; leave out --no-mtp and --num-draft-tokens 0"
         raise click.UsageError(wrong)
     model, tokenizer = _load(flags)
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-
     from ..lossless.check import Settings, verify
     from ..pictures.prompt import opened
     from .progress import stages
@@ -63,8 +61,7 @@ def verify_lossless(**flags: Any) -> None:
         **{name: flags[name] for name in ("max_tokens", "draws", "seed", "adaptive", "diagnose")},
     )
     pictures = opened(model, flags["images"], flags["resize_shape"])
-    columns = TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn()
-    with stages(*columns, quiet=flags["as_json"]) as progress:
+    with stages(quiet=flags["as_json"]) as progress:
         verdict = verify(model, tokenizer, settings, progress, pictures)
     _print(model, tokenizer, verdict, flags)
     sys.exit(1 if verdict.broken else 0)

@@ -138,8 +138,5 @@ def _comparison(c: Comparison) -> dict[str, Any]:
         {**asdict(d), "judgement": d.judgement and d.judgement._asdict(), "near_tie": d.near_tie}
         for d in c.differences
     ]
-    figures = {
-        "tokens_per_cycle": c.stats.tokens_per_cycle,
-        "kept_per_depth": c.stats.by_depth,
-    }
+    figures = {"tokens_per_cycle": c.stats.tokens_per_cycle, "kept_per_depth": c.stats.by_depth}
     return {"drafting": c.way, "texts": c.prompts, "tokens": c.tokens, **figures, "differences": differences}

@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from json import dumps
 from typing import Any
 
-from .evaluated import evaluated
 from .exclusive import Exclusion
 from .finite import without_endless
 from .keywords import UNSUPPORTED, contradiction, is_any, write_keywords
 from .names import write_names
 from .numbers import write_numbers
-from .references import ROOT, References, base_of
+from .references import ROOT, References, base_of, evaluated
 
 # Keywords with subschemas: one, a list, and an object of them. Other values are data, which may look like schemas.
 ONE = ("items", "additionalItems", "additionalProperties", "not", "contains", "propertyNames", "if", "then", "else")

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping
 from itertools import islice, product
 from typing import Any, NamedTuple
 
+from .keywords import LISTS, NAMED, ONE, rewritten
+
 MOST_WAYS = 256  # ways to choose among the alternatives of one schema
 MOST_STEPS = 100_000  # schemas of which the ways are listed
 SCALARS = {"null", "boolean", "number", "integer", "string"}
 TYPES = SCALARS | {"array", "object"}
-LISTS, NAMED = ("allOf", "anyOf", "oneOf", "prefixItems"), ("properties", "patternProperties", "$defs")
-ONE = ("items", "additionalProperties")
 
 
 class Way(NamedTuple):
@@ -43,19 +43,7 @@ class _Finite:
             self._known |= {id(node) for node in nodes if id(node) not in self._known and self._has_value(node)}
 
     def pruned(self, schema: Any) -> Any:
-        if not isinstance(schema, Mapping):
-            return schema
-        if id(schema) not in self._known:
-            return False
-        found = dict(schema)
-        for name, value in schema.items():
-            if name in ONE:
-                found[name] = self.pruned(value)
-            elif name in LISTS and isinstance(value, list):
-                found[name] = [self.pruned(each) for each in value]
-            elif name in NAMED and isinstance(value, Mapping):
-                found[name] = {key: self.pruned(each) for key, each in value.items()}
-        return found
+        return rewritten(schema, lambda given, found: found if id(given) in self._known else False)
 
     def _fits(self, schema: Any) -> bool:
         return id(schema) in self._known if isinstance(schema, Mapping) else schema is not False

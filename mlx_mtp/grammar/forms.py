@@ -10,7 +10,7 @@ from ..machine.errors import first_line
 from .equivalent import equivalent
 from .library import llguidance
 from .names import NO_NUMBERED_ESCAPES, unaliased
-from .schema_paths import path_in
+from .references import path_in
 
 SPACES = r"[\x20\x0A\x0D\x09]"  # JSON's white space
 # The default separators of items and keys, as patterns. Without a limit a model can write spaces for ever.
@@ -39,10 +39,6 @@ class Grammar:
     name: str
     styles: tuple[str, ...] = ()
     tokenizer: Any = field(default=None, compare=False, repr=False)
-
-    def with_tokenizer(self, tokenizer: Any) -> "Grammar":
-        """Return this grammar with a tokenizer, its own if it has one."""
-        return self if self.tokenizer is not None else replace(self, tokenizer=tokenizer)
 
 
 def json_schema(schema: Any, *, whitespace: Whitespace = SEPARATORS, tokenizer: Any = None) -> Grammar:

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .earlier_choices import EarlierChoices
-from .matcher import Matcher, allows
+from .matcher import EarlierChoices, Matcher, allows
 from .vocabulary import Vocabulary
 
 PATTERN_TAIL = 256  # bytes of the answer in which a pattern is searched

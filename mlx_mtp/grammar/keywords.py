@@ -1,6 +1,6 @@
 """Drop the keywords of one JSON schema that have no effect, and write some with others that llguidance supports."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
@@ -17,7 +17,28 @@ OF_TYPE = {
 UNSUPPORTED = ("not", "if", "then", "else", "uniqueItems", "contains", "minContains", "maxContains")
 UNSUPPORTED += ("unevaluatedItems", "unevaluatedProperties", "dependentRequired", "dependentSchemas", "dependencies")
 UNSUPPORTED += ("$dynamicRef", "$recursiveRef")
+# Keywords with one schema, with a list, and with schemas by name, in the form of `equivalent`.
+ONE = ("items", "additionalProperties")
+LISTS, NAMED = ("allOf", "anyOf", "oneOf", "prefixItems"), ("properties", "patternProperties", "$defs")
 IN_PLACE = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas")
+
+
+def rewritten(schema: Any, change: Callable[[Mapping[str, Any], dict[str, Any]], Any]) -> Any:
+    """Return a schema in the form of `equivalent` in which `change` has replaced each schema, the inner ones first.
+
+    change: receives a given schema, and a copy of it with the changed schemas inside. Other values stay.
+    """
+    if not isinstance(schema, Mapping):
+        return schema
+    found = dict(schema)
+    for name, value in schema.items():
+        if name in ONE:
+            found[name] = rewritten(value, change)
+        elif name in LISTS and isinstance(value, list):
+            found[name] = [rewritten(each, change) for each in value]
+        elif name in NAMED and isinstance(value, Mapping):
+            found[name] = {key: rewritten(each, change) for key, each in value.items()}
+    return change(schema, found)
 
 
 def is_any(schema: Any) -> bool:

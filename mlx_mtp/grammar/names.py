@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
-from .keywords import is_any
+from .keywords import is_any, rewritten
 from .library import llguidance
 
 MOST_SHOWN = 80
@@ -41,7 +41,7 @@ def unaliased(root: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     open = [each for each in objects if _is_open(each)]
     patterns = any("patternProperties" in each for each in objects)
     if not patterns and all(each.get("additionalProperties", True) in (True, {}) for each in open):
-        return _with_pattern(root), False
+        return rewritten(root, _with_pattern), False
     escapes = bool(open) and any(each.get("additionalProperties") is not False for each in objects)
     if escapes and "\\u00" in _literals(root):
         raise ValueError(": names or constants with control characters next to members with free names")
@@ -71,21 +71,11 @@ def _literals(schema: Any) -> str:
     return json.dumps(found, ensure_ascii=False)
 
 
-def _with_pattern(schema: Any, *, named: bool = False) -> Any:
+def _with_pattern(_: Mapping[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema in which an open object states its other members by a pattern that fits each name."""
-    if isinstance(schema, list):
-        return [_with_pattern(each) for each in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    found = {
-        name: value
-        if name in ("const", "enum") and not named
-        else _with_pattern(value, named=name in ("properties", "$defs") and not named)
-        for name, value in schema.items()
-    }
-    if not named and (found.get("properties") or found.get("required")) and _is_open(found):
-        found |= {"patternProperties": {"": True}, "additionalProperties": False}
-    return found
+    if (schema.get("properties") or schema.get("required")) and _is_open(schema):
+        schema |= {"patternProperties": {"": True}, "additionalProperties": False}
+    return schema
 
 
 def _write_property_names(schema: dict[str, Any], path: str) -> None:
@@ -128,11 +118,11 @@ def _write_patterns(schema: dict[str, Any], path: str) -> None:
             continue
         del patterns[pattern]
         for name in names:
-            if _fits(pattern, name):
+            if _is_schema({"type": "string", "const": name, "pattern": pattern}):
                 properties[name] = {"allOf": [properties[name], value]} if name in properties else value
     if patterns and any(name in schema for name in ("allOf", "anyOf", "oneOf", "$ref")):
         for pattern in patterns:
-            if not _is_infinite(pattern):
+            if not _is_schema({"type": "string", "pattern": pattern, "minLength": 500}):  # fits few names
                 what = (
                     f"/{pattern[:MOST_SHOWN]}/ fits few names, which is not supported next to allOf, anyOf and $ref"
                 )
@@ -173,14 +163,6 @@ def _has_member(schema: str, path: str) -> bool:
 @cache
 def _byte_tokens() -> Any:
     return llguidance().LLTokenizer("byte")
-
-
-def _fits(pattern: str, name: str) -> bool:
-    return _is_schema({"type": "string", "const": name, "pattern": pattern})
-
-
-def _is_infinite(pattern: str) -> bool:
-    return _is_schema({"type": "string", "pattern": pattern, "minLength": 500})
 
 
 def _is_schema(schema: dict[str, Any]) -> bool:

@@ -18,18 +18,16 @@ from .field_table import check_fields
 from .fields import MOST_CHOICES, ModelInfo, Refused, boolean, check_characters, fields_of, integer
 from .forms import Content, Message, past_pictures, without_oldest_pictures
 from .frames import ends_in_reasoning
-from .generic_calls import with_tools
 from .job import Begun, DecodeRequest, End, Failed, Prefilled
 from .prompts import Prompt, encode_chat
 from .request_pictures import BLOCK
 from .sampling_fields import decode_requests, refusing_long
 from .structured import Output, constraint_of
-from .template_probes import renders_tools
-from .template_traits import traits_of
-from .thinking import switch_of
+from .template_traits import renders_tools, traits_of
+from .thinking import switch_of, template_of
 from .tool_calls.schema import dumps
 from .tool_calls.table import GENERIC
-from .tool_choice import ToolChoice, call_output
+from .tool_choice import ToolChoice, call_output, with_tools
 
 IDLE_SECONDS = 1.0  # limit of the chat template for a prompt that was not requested; no request begins meanwhile
 ROLES = ("system", "user", "assistant", "tool")
@@ -200,24 +198,18 @@ def figures(ends: list[End]) -> dict[str, Any]:
 
 
 def chat_decode_requests(
-    info: ModelInfo,
-    body: dict[str, Any],
-    messages: list[Message],
-    choice: ToolChoice,
-    template: dict[str, Any],
-    warnings: list[str],
-    ids: CallIds,
-    output: Output | None = None,
-    **more: Any,
-) -> list[DecodeRequest]:
+    api: ApiRequest, info: ModelInfo, body: dict[str, Any], messages: list[Message], choice: ToolChoice,
+    output: Output | None = None, **more: Any,
+) -> list[DecodeRequest]:  # fmt: skip
     """Encode a conversation in OpenAI's form; return one request per choice. Raises Refused.
 
-    messages: as `messages_of` returns them. choice: the offered tools, and how the answer may call them. template:
-    variables of the chat template. warnings: appended to. ids: of tool calls in the response. output: the grammar of
-    the content, None for free text; `call_output` combines it with that of calls. more: options of
-    `decode_requests`: `most` is required, `choices` is 1 by default (the body's `n` is not read).
+    api: its warnings are appended to, and its ids are those of tool calls in the response. messages: as `messages_of`
+    returns them. choice: the offered tools, and how the answer may call them. output: the grammar of the content,
+    None for free text; `call_output` combines it with that of calls. more: options of `decode_requests`: `most` is
+    required, `choices` is 1 by default (the body's `n` is not read).
     """
-    how, tools = end_of_prompt(body, messages), choice.offered
+    warnings, ids, tools = api.warnings, api.call_ids, choice.offered
+    template, how = template_of(body, info, warnings), end_of_prompt(body, messages)
     output = call_output(info, choice, output, warnings)
     messages, prompt = fitting_prompt(info, body, messages, tools, template, warnings, turns=info.turns, **how)
     if refused := len(parts_with_pictures(messages)) - len(prompt.pictures):

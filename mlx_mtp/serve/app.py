@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import html
-import logging
 import time
 from collections.abc import AsyncIterator, Iterable
 from functools import partial
@@ -26,21 +25,18 @@ from .answer import Part
 from .api_request import Answer, ApiRequest, openai_error
 from .chat import ChatRequest
 from .completions import CompletionRequest
-from .failures import dropped, printable
+from .failures import dropped, log, printable
 from .fields import Refused
 from .guard import SAFE_HEADERS, Guard, RootPath, SafeHeaders
 from .job import LOST, Begun, End, Event, Failed, Job, Prefilled
 from .limits import QueueFull
-from .listing import health, model, models
+from .listing import health, listed, model, models, running, show, version
 from .messages import MessagesRequest, anthropic_error, count_tokens
 from .ollama import OllamaChat, OllamaGenerate, ollama_error
-from .ollama_models import listed, running, show, version
 from .preparation import unless_gone
 from .responses import ResponsesRequest
 from .service import Service
 
-log = logging.getLogger("mlx_mtp.serve")
-log.addHandler(logging.NullHandler())  # only the command writes a log
 PATIENCE = 2.0  # seconds before the stream of a queued request begins with a comment
 SILENCE = 10.0  # seconds without an event after which a stream sends a keep-alive
 WARNING, MAX_WARNING = "X-MLX-MTP-Warning", 2000  # a header, and its maximum number of characters
@@ -68,7 +64,11 @@ def application(service: Service, root: str = "") -> Starlette:
     posts |= {"/api/chat": OllamaChat, "/api/generate": OllamaGenerate}
     gets = {"/health": health, "/metrics": metrics, "/v1/models": models, "/models": models, "/": page}
     gets |= {"/api/tags": listed, "/api/ps": running, "/api/version": version}
-    handlers: dict[Any, Any] = {HTTPException: _http_error, Refused: refused, Exception: _unexpected}
+    handlers: dict[Any, Any] = {Refused: refused}
+    handlers[Exception] = lambda request, error: _error(request, 500, f"unexpected {type(error).__name__}")
+    handlers[HTTPException] = lambda request, error: _error(
+        request, error.status_code, f"{request.method} {request.url.path}: {error.detail}"
+    )
     handlers[TemplateStopped] = lambda request, error: refused(request, Refused(str(error), param="messages"))
     handlers[QueueFull] = lambda request, error: refused(request, Refused(FULL, status=503))
     handlers[ClientDisconnect] = lambda request, error: Response(status_code=499)
@@ -111,14 +111,6 @@ def _error(
         body = ollama_error(message) if path.startswith("/api/") else openai_error(status, message, param, code)
     headers = {**SAFE_HEADERS, **({"retry-after": "1"} if status == 503 else {})}
     return JSONResponse(body, status, headers)
-
-
-def _http_error(request: Request, error: HTTPException) -> Response:
-    return _error(request, error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-
-
-def _unexpected(request: Request, error: Exception) -> Response:
-    return _error(request, 500, f"unexpected {type(error).__name__}")
 
 
 async def unsupported(request: Request) -> Response:
@@ -170,9 +162,10 @@ async def respond(request: Request, api: type[ApiRequest]) -> Response:
             if isinstance(first, Failed):
                 return _error(request, first.status, first.message)
             return Stream(active, first, warned)
-        response = await _whole(request, active)
-        response.headers.update(warned)
-        return response
+        found = await unless_gone(request, active.whole())
+        if isinstance(found, Failed):
+            return _error(request, found.status, found.message)
+        return JSONResponse(active.api_request.whole(found), headers=warned)
     except BaseException:
         active.cancel()
         raise
@@ -197,17 +190,6 @@ async def _submitted(request: Request, api: type[ApiRequest]) -> tuple["ActiveRe
             engine.idle_unload = engine.limits.idle_unload if api_request.idle is None else api_request.idle
             engine.signal.set()  # the engine may wait for the seconds of an earlier request
     return active, warned
-
-
-async def _whole(request: Request, active: "ActiveRequest") -> Response:
-    """Return the response once all choices have ended, or the error of the first that fails.
-
-    If the client disconnects, cancel all choices and raise ClientDisconnect.
-    """
-    found = await unless_gone(request, active.whole())
-    if isinstance(found, Failed):
-        return _error(request, found.status, found.message)
-    return JSONResponse(active.api_request.whole(found))
 
 
 class Stream(StreamingResponse):

@@ -1,6 +1,5 @@
 """Decode all active jobs of a loaded model in one batch: each cycle is one pass over the weights for all."""
 
-import logging
 from collections.abc import Callable, Generator
 from contextlib import closing, suppress
 from typing import Any
@@ -13,9 +12,8 @@ from ..decoding.sampling import Sampling
 from ..decoding.stats import Stats
 from ..generate import GenerationResponse, stream_generate, text_response
 from ..layers.adapters import adapters_now
-from .failures import dropped
+from .failures import dropped, log
 
-log = logging.getLogger("mlx_mtp.serve")
 Responses = Generator[GenerationResponse | None, None, None]
 FAILED = "all requests that were decoded together failed; repeat the request"
 

@@ -4,13 +4,13 @@ import contextlib
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint.gguf.cached import is_gguf
 from ..checkpoint.gguf.inspect import inspect_gguf
-from ..checkpoint.inspect import Inspection, inspect_checkpoint
+from ..checkpoint.inspect import inspect_checkpoint
 from ..checkpoint.library import Place, below
 from ..checkpoint.load import check_tokenizer
 from ..decoding.memory_needs import LONGEST, UNCHECKED
@@ -45,10 +45,6 @@ class Offer:
     sees: bool = False
     adapter: str = ""
 
-    def called(self, name: str) -> "Offer":
-        """Return the same model under another name."""
-        return replace(self, name=name)
-
     @property
     def shown_problem(self) -> str:
         """`problem` for clients: of a path on the server only the last name."""
@@ -79,7 +75,9 @@ def offers(
     given = [*known.values()]
     found = [place for place in _in_folder(folder) if place.path.resolve() not in known] if folder else []
     times = Counter([*(name for name, _ in given), *(place.name for place in found)])
-    given += [(place.name if times[place.name] == 1 else _within(place, folder), place.path) for place in found]
+    for place in found:
+        within = place.path.relative_to(folder or Path()).as_posix()
+        given.append((place.name if times[place.name] == 1 else within, place.path))
     return [offer(name, path, limit, code=code) for name, path in given]
 
 
@@ -93,16 +91,13 @@ def _in_folder(folder: Path) -> list[Place]:
     return [place for place in found if kept[place.path.resolve()] == place]
 
 
-def _within(place: Place, folder: Path | None) -> str:
-    assert folder
-    return place.path.relative_to(folder).as_posix()
-
-
 def offer(name: str, path: Path, limit: int | None = None, *, code: bool = False) -> Offer:
     """Return a model's `Offer`; the first error or problem becomes its `problem`. limit, code: as in `offers`."""
     try:
         facts = inspect_gguf(path)[1] if is_gguf(path) else inspect_checkpoint(path, values=False)
-        problem = next(_problems(path, facts, code), "")
+        problem = next(iter(facts.problems), "")
+        if not problem and not is_gguf(path):
+            check_tokenizer(path, code=code)
     except Exception as e:
         facts, problem = None, first_line(e)
     if problem or facts is None or facts.memory is None or facts.report is None:
@@ -130,9 +125,3 @@ def _of_tokenizer(path: Path) -> int:
         found = json.loads((path / "tokenizer_config.json").read_text("utf-8")).get("model_max_length")
         return found if type(found) is int and 0 < found <= LONGEST else UNCHECKED
     return UNCHECKED
-
-
-def _problems(path: Path, facts: Inspection, code: bool) -> Iterator[str]:
-    yield from facts.problems
-    if not is_gguf(path):
-        check_tokenizer(path, code=code)

@@ -23,7 +23,9 @@ class CompletionRequest(ChoicesRequest):
         super().__init__(body, info)
         if (integer(body, "best_of", 1, MOST_CHOICES) or self.choices) != self.choices:
             raise Refused("best_of: allowed is only the value of n", param="best_of")
-        given = _prompts(body.get("prompt"))
+        given = body.get("prompt")
+        if not isinstance(given, list) or not given or all(type(each) is int for each in given):
+            given = [given]  # one prompt, a text or token ids
         if len(given) * self.choices > MOST_CHOICES:
             raise Refused(f"prompt: allowed are at most {MOST_CHOICES} choices, n for each prompt", param="prompt")
         options: dict[str, Any] = {"most": most_tokens(body, "max_tokens"), "stops": stops(body, "stop")}
@@ -69,12 +71,6 @@ def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         "top_logprobs": [{token: logprob for token, _, logprob in each.top} for each in tokens],
         "text_offset": [0, *accumulate(map(len, texts))][:-1],
     }
-
-
-def _prompts(given: Any) -> list[Any]:
-    """Return a list of one prompt, a text or token ids, or of the several in a list of these."""
-    several = isinstance(given, list) and given and not all(type(each) is int for each in given)
-    return given if several else [given]
 
 
 def _prompt(given: Any, body: dict[str, Any], info: ModelInfo) -> Prompt:

@@ -1,8 +1,6 @@
 """Run the model on one thread: between two decode cycles of all active jobs, prefill one chunk of each new prompt."""
 
-import contextlib
 import gc
-import logging
 import threading
 import time
 from collections import deque
@@ -16,9 +14,8 @@ from ..cache.prompt_cache import PromptCache
 from ..cache.prompt_prefix import shared
 from ..machine.errors import with_type, without_directories
 from ..machine.stream import in_turn
-from .endings import closed, failed_by, must_end
-from .failures import dropped
-from .finished import FinishedJobs, keep_rows
+from .endings import FinishedJobs, closed, failed_by, keep_rows, must_end
+from .failures import QUIET, dropped, log, take_turns
 from .follow import PREFILL, as_json
 from .job import (
     LOST,
@@ -35,11 +32,9 @@ from .job import (
 from .limits import Limits, QueueFull
 
 Steps = Generator[None, None, PromptCache | None]
-log = logging.getLogger("mlx_mtp.serve")
 TIMED_OUT = Failed(504, "the request reached its time limit (--timeout)")
 DONE: Any = object()  # marks the end of background work
 ENDING = Failed(503, "the server is shutting down")
-QUIET = 0.05  # seconds without a request before background work of low priority begins
 
 
 @dataclass
@@ -56,7 +51,7 @@ class Engine:
     idle_unload: seconds without a job after which the model is unloaded: those of the last request, or of `limits`.
 
     An exception ends only the jobs that it concerns: `_advance` catches those of one job, `BatchDecoder.step` those
-    of a shared cycle, `dropped` those of background work, `_serve` all others.
+    of a shared cycle, `dropped` those of background work, `take_turns` all others.
     """
 
     load: Callable[[], Served]
@@ -119,7 +114,7 @@ class Engine:
     def _run(self) -> None:
         try:
             if self._loaded():
-                self._serve()
+                take_turns(lambda: self._turn())
         except BaseException as e:
             self.state, self.error = "failed", e
             log.exception("the engine ended")
@@ -132,17 +127,6 @@ class Engine:
             self._fail_all()
         with dropped("the model was not released"):
             self._release()
-
-    def _serve(self) -> None:
-        """Call `_turn` until the engine ends; an exception that nothing else caught ends one turn only."""
-        while True:
-            try:
-                if not self._turn():
-                    return
-            except BaseException as e:
-                with contextlib.suppress(BaseException):
-                    log.error("a turn of the engine failed", exc_info=e)
-                    time.sleep(QUIET)  # a failure in each turn must not fill the log
 
     def _loaded(self) -> bool:
         """Load the model unless it is loaded; return whether it is.

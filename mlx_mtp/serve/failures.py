@@ -1,12 +1,14 @@
 """Log failures of background work instead of raising them."""
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from ..machine.errors import with_type
 
 log = logging.getLogger("mlx_mtp.serve")
+QUIET = 0.05  # seconds without a request before background work of low priority begins
 
 
 @contextmanager
@@ -24,6 +26,18 @@ def dropped(failure: str, undo: Callable[[], None] | None = None) -> Iterator[No
                 undo()
         with suppress(BaseException):  # logging can fail as well
             log.warning("%s", printable(f"{failure}: {with_type(e)}"))
+
+
+def take_turns(turn: Callable[[], bool]) -> None:
+    """Call `turn` until it returns False; an exception that nothing else caught is logged and ends one turn only."""
+    goes_on = True
+    while goes_on:
+        try:
+            goes_on = turn()
+        except BaseException as e:
+            with suppress(BaseException):
+                log.error("a turn of the engine failed", exc_info=e)
+                time.sleep(QUIET)  # a failure in each turn must not fill the log
 
 
 def printable(line: str) -> str:

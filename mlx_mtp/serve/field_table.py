@@ -6,8 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from .field_sizes import check_size
-from .fields import Refused
+from .fields import Refused, check_size
 
 APIS = ("chat", "completions", "responses", "messages")
 TREATMENTS = {"h": "honoured", "i": "ignored hint", "w": "warning", "r": "refused", "-": "unknown"}

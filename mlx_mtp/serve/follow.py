@@ -4,7 +4,7 @@ from dataclasses import fields
 from typing import Any
 
 from ..machine.stream import in_turn
-from ..pictures.place import pictures_as_json, pictures_from_json
+from ..pictures.rows import pictures_as_json, pictures_from_json
 from . import structured
 from .failures import dropped
 from .job import DecodeRequest, Job, Served, answer, prefill_next

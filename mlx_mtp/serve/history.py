@@ -4,15 +4,14 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from .departure import check_client
 from .forms import Message
 from .template_traits import CONTENT, Traits
-from .tool_calls.json_text import members
-from .tool_calls.schema import dumps
-from .unanswered import Unanswered
+from .tool_calls.schema import dumps, members
 
 SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 PLACEHOLDER = "\ufdd2"  # starts the key of a placeholder; a noncharacter
@@ -20,6 +19,32 @@ IN_ASCII = r"\ufdd2"  # how templates that print only ASCII print it
 KEY = rf'"(?:{PLACEHOLDER}|{re.escape(IN_ASCII)})(\d+)"'
 PLACEHOLDERS = re.compile(rf"\{{\s*{KEY}\s*:\s*0\s*\}}|\[\s*{KEY}\s*\]")
 Escape = Callable[[Any], Any]  # escapes special tokens in the strings of a JSON value
+
+T = TypeVar("T")
+
+
+class Unanswered(Generic[T]):
+    """The calls of one answer that have no result yet, in their order, each under several keys."""
+
+    def __init__(self):
+        self._queues: dict[Hashable, deque[tuple[int, T]]] = {}
+        self._taken, self._count = set[int](), 0
+
+    def add(self, call: T, *keys: Hashable) -> None:
+        """Append a call under different keys."""
+        for key in keys:
+            self._queues.setdefault(key, deque()).append((self._count, call))
+        self._count += 1
+
+    def take(self, key: Hashable) -> T | None:
+        """Remove and return the first call under a key; None if there is none."""
+        queue = self._queues.get(key)
+        while queue:
+            number, call = queue.popleft()
+            if number not in self._taken:
+                self._taken.add(number)
+                return call
+        return None
 
 
 class Link(NamedTuple):
@@ -38,7 +63,8 @@ def linked(messages: list[Message], traits: Traits) -> list[Message]:
     """Return messages with ids that the template accepts, and results with their calls' names, in the calls' order.
 
     If the template prints no content next to calls, content and reasoning become a message of their own before them.
-    A result without an id belongs to the first call of the last answer with calls that has no result yet.
+    A result without an id belongs to the first call of the last answer with calls that has no result yet; with a
+    `tool_name`, to the first such call of this tool, if there is one.
     """
     found: list[tuple[int, Message]] = []
     links: dict[str, Link] = {}
@@ -52,9 +78,9 @@ def linked(messages: list[Message], traits: Traits) -> list[Message]:
                 message = {"role": "assistant", "content": traits.content}
             made, pending = [_link(call, count + i, traits) for i, call in enumerate(calls)], Unanswered()
             count += len(calls)
-            links |= {link.given: link for link in made}
+            links |= {link.given: link for link in made if link.given}
             for link in made:
-                pending.add(link, *{"", link.given})
+                pending.add(link, *{"", link.given, ("tool", link.name)})
             calls = [{**call, "id": link.id} for call, link in zip(calls, made, strict=True)]
             message = {**message, "tool_calls": calls}
         if message["role"] == "tool":
@@ -83,10 +109,13 @@ def _linked_result(
 ) -> tuple[int, Message]:
     """Return a result's call number, and the result with the call's id and, unless it has a name, the call's name.
 
-    Without a call: 0, and the result with its own id in the template's form. pending: by the client's ids, all by "".
+    Without a call: 0, and the result with its own id in the template's form. pending: by the client's ids, by the
+    tools' names, and all by "".
     """
-    given = message.get("tool_call_id", "")
-    if not (link := pending.take(given) or links.get(given)):
+    message, given = {**message}, message.get("tool_call_id", "")
+    tool = message.pop("tool_name", None)
+    named = pending.take(("tool", tool)) if tool and not given else None
+    if not (link := named or pending.take(given) or links.get(given)):
         return 0, {**message, "tool_call_id": _id(given, traits)} if given else message
     return link.number, {**message, "tool_call_id": link.id, "name": message.get("name") or link.name}
 

@@ -1,7 +1,6 @@
 """Generate one choice of a response in steps: prefill the new part of the prompt by chunks, then decode by cycles."""
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 from mlx_lm.sample_utils import make_logits_processors
 
 from ..cache.prompt_cache import PromptCache
+from ..decoding.buffer_count import Buffers
 from ..decoding.memory_needs import RESERVED_TOKENS
 from ..decoding.picture_rows import encoding
 from ..decoding.stats import Stats
@@ -23,14 +23,11 @@ from .batch_decoder import BatchDecoder, decode_alone
 from .continued import Continuation
 from .failures import dropped
 from .frames import REASONING, FramedSplitter, Frames, begun_in
-from .logprobs import token_logprob
 from .max_tokens import agreed_max_tokens
 from .prefix_files import PrefixFiles
 from .prefixes import LAST, PrefixTree, comparisons
-from .token_rules import NO_RULES, TokenRules
+from .token_rules import NO_RULES, TokenRules, token_logprob
 from .tool_calls.call_format import CallFormat
-
-log = logging.getLogger("mlx_mtp.serve")
 
 
 @dataclass(frozen=True)
@@ -166,7 +163,8 @@ class Served(NamedTuple):
     options: default keyword arguments of `stream_generate`. batch: decodes all active jobs in shared passes; None on
     several ranks, where each job decodes alone. frames: marks between which the model writes the parts of an answer.
     tool_format: of calls in answers; None: calls stay text. files: of the prefix cache; None: it is not in files.
-    apart: the same with each adapter that requests can select, whose prefix cache and batch are its own.
+    apart: the same with each adapter that requests can select, whose prefix cache and batch are its own. buffers:
+    numbers of the model's Metal buffers.
     """
 
     model: Any
@@ -178,6 +176,7 @@ class Served(NamedTuple):
     batch: BatchDecoder | None = None
     frames: Frames | None = None
     apart: Mapping[str, "Served"] = MappingProxyType({})
+    buffers: Buffers = Buffers()
 
     @property
     def ranks(self) -> Any:

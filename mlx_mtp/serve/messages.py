@@ -16,8 +16,7 @@ from .api_request import (
     message_of,
     new_id,
 )  # fmt: skip
-from .chat import functions_of, strict_names
-from .chat_messages import role_of
+from .chat import functions_of, role_of, strict_names
 from .contents import ENCRYPTED, Contents, kind_of
 from .field_table import check_fields
 from .fields import ModelInfo, Refused, items, stops, text
@@ -49,12 +48,10 @@ class MessagesRequest(ApiRequest):
     def __init__(self, body: dict[str, Any], info: ModelInfo):
         super().__init__(body, info)
         choice = _choice(body, self.warnings)
-        found, template = conversation_of(body, Contents(info, self.warnings)), template_of(body, info, self.warnings)
+        found = conversation_of(body, Contents(info, self.warnings))
         most, ends = most_tokens(body, "max_tokens"), stops(body, "stop_sequences")
         more: dict[str, Any] = {"most": most, "stops": ends, "output": output_of(self.api, body)}
-        self.requests = chat_decode_requests(
-            info, body, found, choice, template, self.warnings, self.call_ids, **more
-        )
+        self.requests = chat_decode_requests(self, info, body, found, choice, **more)
         self.keep_alive = data({"type": "ping"})
         self._id, self._open, self._index, self._calls = new_id("msg_"), "", -1, 0
 
@@ -222,9 +219,9 @@ def _messages(message: Any, place: Place, contents: Contents) -> list[Message]:
         kind, spot = kind_of(block), at.at(i)
         if role == "user" and kind == "tool_result":
             results.append(_tool_result(block, spot.past(), contents))
-        elif role == "assistant" and _is_call(block):
+        elif role == "assistant" and kind == "tool_use" and isinstance(block.get("name"), str) and block["name"]:
             calls.append(function_call(contents.word(block, "id", spot), block["name"], block.get("input") or {}))
-        elif role == "assistant" and (kind == "redacted_thinking" or _is_empty(block)):
+        elif role == "assistant" and (kind == "redacted_thinking" or (kind == "thinking" and _is_encrypted(block))):
             contents.note(spot, f"a block of type {kind!r} was left out; {ENCRYPTED}")
         elif role == "assistant" and kind == "thinking" and isinstance(block.get("thinking"), str | None):
             reasoning.append(block.get("thinking") or "")
@@ -234,13 +231,9 @@ def _messages(message: Any, place: Place, contents: Contents) -> list[Message]:
     return [*results, rest] if found or calls or not results else results
 
 
-def _is_call(block: Any) -> bool:
-    return kind_of(block) == "tool_use" and isinstance(name := block.get("name"), str) and bool(name)
-
-
-def _is_empty(block: Any) -> bool:
-    """Return whether a block is reasoning of which a server sent only the signature, an encrypted form."""
-    return kind_of(block) == "thinking" and not block.get("thinking") and bool(block.get("signature"))
+def _is_encrypted(block: dict[str, Any]) -> bool:
+    """Return whether a server sent only the signature of a block of reasoning, an encrypted form."""
+    return not block.get("thinking") and bool(block.get("signature"))
 
 
 def _tool_result(block: dict[str, Any], place: Place, contents: Contents) -> Message:

@@ -5,7 +5,6 @@ from typing import Any
 import mlx.core as mx
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
-from ..decoding.buffer_count import Buffers
 from ..tuning.kernel_fallback import failed_kernels
 from .engine import Engine
 from .job import DecodeRequest, End, Served
@@ -21,10 +20,7 @@ COUNTERS = {
     "spec_decode_num_draft_tokens": ("Drafts that were verified.", lambda end, _: end.drafts[0]),
     "spec_decode_num_accepted_tokens": ("Drafts that were accepted.", lambda end, _: end.drafts[1]),
     "grammar_num_draft_tokens": ("Verified drafts of grammars.", lambda end, _: end.stats.grammar_drafted),
-    "grammar_num_accepted_tokens": (
-        "Accepted drafts of grammars.",
-        lambda end, _: end.stats.grammar_accepted,
-    ),
+    "grammar_num_accepted_tokens": ("Accepted drafts of grammars.", lambda end, _: end.stats.grammar_accepted),
     "grammar_mask_seconds": ("Seconds in which the host made masks of grammars.", lambda end, _: end.stats.mask_time),
     "generation_seconds": ("Seconds of decoding.", lambda end, _: end.stats.decode_time),
 }
@@ -33,12 +29,11 @@ COUNTERS = {
 class Metrics:
     """Counters and histograms of answered choices, a count of failed requests, and gauges of the current state.
 
-    engine: of one model, or the `Models` of several. counted: numbers of the buffers of the one model.
+    engine: of one model, or the `Models` of several.
     """
 
     def __init__(self, engine: Engine | Models):
         self.engine, self._registry = engine, CollectorRegistry()
-        self.counted = Buffers()
         self.requests = self._made(Counter, "requests", "Requests, by the reason of their end.", ["reason"])
         self._counters = [(self._made(Counter, name, words), count) for name, (words, count) in COUNTERS.items()]
         depths = "spec_decode_num_accepted_tokens_per_pos", "Accepted drafts of the heads, by depth."
@@ -78,7 +73,7 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        for served in self._served:
+        for _, served in self._loaded:
             for kernel, rows, reason in failed_kernels(served.model):
                 self._failed.labels(kernel, reason).set(len(rows))
         if isinstance(self.engine, Models):
@@ -88,29 +83,23 @@ class Metrics:
         return generate_latest(self._registry)
 
     @property
-    def _served(self) -> list[Served]:
-        """The loaded models, each as a `Served`."""
+    def _loaded(self) -> list[tuple[Engine, Served]]:
+        """The engines of the loaded models, each with its model."""
         engines = self.engine.engines if isinstance(self.engine, Models) else [self.engine]
-        return [served for engine in engines if (served := engine.served)]
+        return [(engine, served) for engine in engines if (served := engine.served)]
 
     def _buffers(self) -> int:
         """Estimate the number of Metal buffers of weights, recordings, prefix caches and active requests' caches.
 
         0 while no model is loaded.
         """
-        if isinstance(self.engine, Models):
-            slots = [*self.engine.slots.values()]
-            loaded = [(slot.engine, ready.buffers) for slot in slots if (ready := slot.ready)]
-        else:
-            loaded = [(self.engine, self.counted)]
         return self._tree("buffers") + sum(
-            counted.weights + counted.recordings + len(engine.running) * counted.caches
-            for engine, counted in loaded
-            if engine.served
+            served.buffers.weights + served.buffers.recordings + len(engine.running) * served.buffers.caches
+            for engine, served in self._loaded
         )
 
     def _made(self, kind: Any, name: str, *words: Any, **more: Any) -> Any:
         return kind(f"mlx_mtp:{name}", *words, registry=self._registry, **more)
 
     def _tree(self, name: str) -> int:
-        return sum(getattr(served.tree, name) for served in self._served)
+        return sum(getattr(served.tree, name) for _, served in self._loaded)

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -19,14 +18,13 @@ from ..machine.memory import in_gb
 from ..machine.progress import watcher
 from ..machine.stream import in_turn
 from .catalog import Offer
-from .engine import ENDING, QUIET, TIMED_OUT, Engine
-from .failures import dropped, printable
+from .engine import ENDING, TIMED_OUT, Engine
+from .failures import QUIET, dropped, log, printable, take_turns
 from .fields import LATEST, ModelInfo, Refused, text, unknown_model
 from .job import Failed, Job, Served
 from .limits import Limits, QueueFull
 from .slot import Ready, Slot, Ticket
 
-log = logging.getLogger("mlx_mtp.serve")
 NOT_RUN = "it is code of the checkpoint, which this server does not run"
 
 
@@ -62,7 +60,7 @@ class Models:
         self.signal, self.lock = threading.Event(), threading.Lock()
         self._tickets: list[Ticket] = []
         self._claimed: set[Slot] = set()  # get no new requests: they are unloaded once their answers have ended
-        self._loading: Slot | None = None
+        self.loading: Slot | None = None  # the model that is being loaded
         self._loaded: list[tuple[Slot, Ready | Failed]] = []  # results of the loading thread
         self._stopping: float | None = None
         self.limit = memory.available().bytes + mx.get_active_memory() if self.most is None else self.most
@@ -86,11 +84,6 @@ class Models:
     def queued(self) -> int:
         """Number of requests that wait for a model, and of jobs that were submitted and have not begun."""
         return len(self._tickets) + sum(engine.queued for engine in self.engines)
-
-    @property
-    def loading(self) -> Slot | None:
-        """The model that is being loaded, None if none is."""
-        return self._loading
 
     def named(self, body: dict[str, Any]) -> Slot:
         """Return the slot of the model that a request names in `model`, by default of the first model.
@@ -194,8 +187,7 @@ class Models:
     def _run(self) -> None:
         try:
             self._list()
-            while self._turn_or_log():
-                pass
+            take_turns(lambda: self._turn())
         except BaseException as e:
             self.state, self.error = "failed", e
             log.exception("the engine ended")
@@ -227,16 +219,6 @@ class Models:
         self.state = "ready"
         with dropped("the start was not reported"):
             self.ready()
-
-    def _turn_or_log(self) -> bool:
-        """Return `_turn`; an exception that nothing else caught is logged and ends one turn only."""
-        try:
-            return self._turn()
-        except BaseException as e:
-            with contextlib.suppress(BaseException):
-                log.error("a turn of the engine failed", exc_info=e)
-                time.sleep(QUIET)  # a failure in each turn must not fill the log
-        return True
 
     def _turn(self) -> bool:
         """Grant models, begin queued jobs and advance each active job by a chunk or a cycle; else background work.
@@ -271,8 +253,8 @@ class Models:
                 self._claimed.clear()  # the requests for which models were claimed have left
             ready = [ticket for ticket in self._tickets if ticket.slot.ready and ticket.slot not in self._claimed]
             self._resolve(ready, None)
-        if target and not self._loading and self._make_room(target):
-            self._loading, target.engine.state = target, "loading"
+        if target and not self.loading and self._make_room(target):
+            self.loading, target.engine.state = target, "loading"
             name = f"mlx-mtp load of {target.offer.name}"
             threading.Thread(target=self._load, args=(target,), name=name, daemon=True).start()
 
@@ -346,7 +328,7 @@ class Models:
         if not self._loaded:
             return
         slot, found = self._loaded.pop()
-        self._loading = slot.progress = None
+        self.loading = slot.progress = None
         slot.error = "" if isinstance(found, Ready) else found.message
         if isinstance(found, Ready):
             slot.engine.open(found.served)
@@ -367,12 +349,12 @@ class Models:
         slots = sorted((slot for slot in self._ready if not slot.pins), key=lambda slot: slot.used)
         left = [slot.used + slot.engine.idle_unload - time.monotonic() for slot in slots]
         idle = [slot for slot, seconds in zip(slots, left, strict=True) if seconds <= 0]
-        if not (idle or self._loading) and len(self._ready) > 1 and mx.get_active_memory() > self.limit:
+        if not (idle or self.loading) and len(self._ready) > 1 and mx.get_active_memory() > self.limit:
             idle = slots[:1]
         for slot in idle:
             self._unload(slot)
         if not idle and not any(engine.background() for engine in self.engines):
-            waits = self._tickets and not self._loading  # for a model that a request holds without a job
+            waits = self._tickets and not self.loading  # for a model that a request holds without a job
             self.signal.wait(QUIET if waits else min([*left, threading.TIMEOUT_MAX]))
             self.signal.clear()
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from .answer import Part, TextPart, ToolCall, calls_of, text_of
 from .api_request import Answer, ApiRequest, chat_decode_requests
-from .chat import functions_of
-from .chat_messages import messages_of
+from .chat import functions_of, messages_of
 from .contents import Contents
 from .fields import ModelInfo, Refused, boolean, items, stops, text
 from .forms import Message
@@ -19,7 +18,6 @@ from .ollama_fields import CHAT, GENERATE, as_openai, chat_messages, generate_me
 from .output_format import output_of
 from .sampling_fields import decode_requests, text_prompt
 from .structured import constraint_of
-from .thinking import template_of
 from .tool_choice import openai_choice
 
 
@@ -62,18 +60,8 @@ class OllamaRequest(ApiRequest):
         body: in Ollama's form. given: what `as_openai` returns for the body. messages: for the chat template.
         """
         tools = functions_of(items(body, "tools"), self.warnings)
-        return chat_decode_requests(
-            info,
-            given,
-            messages,
-            openai_choice({}, tools, ()),
-            template_of(given, info, self.warnings),
-            self.warnings,
-            self.call_ids,
-            most=most_predicted(body),
-            stops=stops(given, "stop"),
-            output=output_of("ollama", body),
-        )
+        more: Any = {"most": most_predicted(body), "stops": stops(given, "stop"), "output": output_of("ollama", body)}
+        return chat_decode_requests(self, info, given, messages, openai_choice({}, tools, ()), **more)
 
     def begin(self, begun: Begun) -> Iterable[str]:
         return ()

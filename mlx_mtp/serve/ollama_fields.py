@@ -3,16 +3,14 @@
 import re
 from typing import Any
 
-from .chat_messages import message_of_chat
+from .chat import message_of_chat
 from .contents import Contents
-from .field_sizes import check_size
 from .field_table import unknown_names
-from .fields import Refused, field_of, fields_of, shown, text
+from .fields import Refused, check_size, field_of, fields_of, shown, text
 from .forms import Message
 from .output_format import GUIDED
 from .places import Place
 from .sampling_fields import LARGE
-from .unanswered import Unanswered
 
 FIELDS = ("model", "format", "options", "stream", "think", "keep_alive", *GUIDED, "structured_outputs")
 FIELDS += ("guided_whitespace_pattern", "template", "suffix", "truncate", "shift")  # the last two are ignored
@@ -65,13 +63,9 @@ def most_predicted(body: dict[str, Any]) -> int | None:
     Raises Refused for another value that is no integer from 1 to LARGE - 1.
     """
     allowed = f"an integer from 1 to {LARGE - 1}, or -1 for no limit"
-    fits = _is_count
-    found = field_of(fields_of(body, "options"), "num_predict", allowed, fits)
+    options = fields_of(body, "options")
+    found = field_of(options, "num_predict", allowed, lambda v: type(v) is int and -2 <= v < LARGE and v != 0)
     return -1 if found == -2 else found
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and (value in (-1, -2) or 1 <= value < LARGE)
 
 
 def idle_seconds(body: dict[str, Any]) -> float | None:
@@ -93,53 +87,17 @@ def idle_seconds(body: dict[str, Any]) -> float | None:
 
 
 def chat_messages(body: dict[str, Any]) -> list[Any]:
-    """Return the messages of `/api/chat` with ids that link tool results to their calls; [] without messages.
+    """Return the messages of `/api/chat`, in which the name of a tool result is also in `tool_name`, which links it.
 
-    Tool calls without an id get one. A tool result without an id gets that of the first call that has no result yet
-    in the latest message with calls; if the result names its tool, of the first call of this tool. Nothing else is
-    changed or checked, but for messages that are no list, which raises Refused.
+    Nothing else is changed or checked, but for messages that are no list, which raises Refused.
     """
-    found, pending, number = list[Any](), Unanswered[dict[str, Any]](), 0
-    for given in field_of(body, "messages", "a list of objects", lambda v: isinstance(v, list)) or []:
-        message = dict(given) if isinstance(given, dict) else given
-        found.append(message)
-        if not isinstance(message, dict):
-            continue
-        if isinstance(calls := message.get("tool_calls"), list) and calls:
-            message["tool_calls"] = [_with_id(call, number + i) for i, call in enumerate(calls)]
-            number, pending = number + len(calls), Unanswered()
-            for call in message["tool_calls"]:
-                if isinstance(call, dict):
-                    pending.add(call, *{_key("id", call["id"]), _key("name", _name(call)), _key("name", "")})
-        if message.get("role") == "tool":
-            _link(message, message.get("tool_name") or message.get("name"), pending)
-    return found
+    given = field_of(body, "messages", "a list of objects", lambda v: isinstance(v, list)) or []
+    return [_named(each) if isinstance(each, dict) and each.get("role") == "tool" else each for each in given]
 
 
-def _with_id(call: Any, number: int) -> Any:
-    return {"id": f"call_{number}", **call} if isinstance(call, dict) else call
-
-
-def _link(result: Message, name: Any, pending: Unanswered[dict[str, Any]]) -> None:
-    """Add `name`, unless it is empty, to a tool result and, if the result has no id, that of its call.
-
-    The call is the first of `pending` that has the result's id or, if the result has none, the name ("": any).
-    """
-    if name:
-        result["name"] = name
-    given = result.get("tool_call_id")
-    if (call := pending.take(_key("name", name or "") if given is None else _key("id", given))) is not None:
-        result["tool_call_id"] = call["id"]
-
-
-def _key(kind: str, value: Any) -> tuple[str, Any]:
-    """Return a key of `Unanswered`; of a value that is no text one that only `pending` itself has."""
-    return kind, value if isinstance(value, str) else object()
-
-
-def _name(call: dict[str, Any]) -> Any:
-    function = call.get("function")
-    return function.get("name") if isinstance(function, dict) else None
+def _named(result: dict[str, Any]) -> dict[str, Any]:
+    name = result.get("tool_name") or result.get("name")
+    return {**result, "name": name, "tool_name": name if isinstance(name, str) else None}
 
 
 def generate_messages(body: dict[str, Any], contents: Contents) -> list[Message]:

@@ -7,10 +7,9 @@ from typing import Any
 
 from ..grammar import Grammar
 from ..grammar.forms import SEPARATORS, json_schema, lark, parsed, regex
-from ..grammar.kept import Kept
+from ..grammar.vocabulary import Kept
 from .fields import Refused, field_of, fields_of
-from .grammar_limits import check_schema, check_text, compiled_within
-from .structured import Output
+from .structured import Output, check_schema, check_text, compiled_within
 
 OBJECT = {"type": "object"}
 MAX_CHOICES = 1000  # of guided_choice

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import logging
 import os
 import re
 import time
@@ -14,11 +13,10 @@ from ..decoding.graph_memory import shaped
 from ..machine import atomic
 from ..machine.errors import first_line
 from ..machine.memory import check_room
-from .chunk_file import FOREIGN, ChunkReader, Stored, bytes_needed, read_stored, write_chunks
-from .prefix_chunks import Chunk, resumable_path
+from .chunk_file import FOREIGN, Chunk, ChunkReader, Stored, bytes_needed, read_stored, resumable_path, write_chunks
+from .failures import log
 from .prefixes import PrefixTree
 
-log = logging.getLogger("mlx_mtp.serve")
 ENDING = ".prefix.safetensors"
 OURS = re.compile(rf"[0-9a-f]{{32}}{re.escape(ENDING)}")
 UNFINISHED = (f"*{ENDING}{atomic.SUFFIX}", f".*{ENDING}-*.safetensors")  # the second: earlier versions
@@ -56,15 +54,8 @@ class PrefixFiles:
         covered = tree.covered(tokens)
         self._refresh()
         while tree.limit and (found := self._longest(tree, tokens, covered)):
-            file, end = found
-            try:
-                self._graft(tree, file, end)
-                return
-            except ValueError as e:
-                self._drop(file, e)
-            except Exception as e:  # an unreadable file must not fail a request
-                log.warning("prefix file not read: %s", first_line(e))
-                self.known[file] = FOREIGN
+            with contextlib.suppress(FileNotFoundError), self._reading(found[0]):
+                return self._graft(tree, *found)
 
     def save(self, tree: PrefixTree, until: float = float("inf")) -> None:
         """Write the sequences of `tree.trees` that no file contains, the last used first.
@@ -185,17 +176,10 @@ class PrefixFiles:
         found = {file for file in self.directory.glob(f"*{ENDING}") if OURS.fullmatch(file.name)}
         self.known = {file: own for file, own in self.known.items() if file in found}
         for file in found - self.known.keys():
-            try:
+            with contextlib.suppress(FileNotFoundError), self._reading(file):
                 self.known[file] = own = read_stored(file)
                 if own is not FOREIGN and file.name != _name(own.identity, own.tokens):
                     raise ValueError(f"{file}: its content does not match its name")
-            except FileNotFoundError:
-                continue
-            except OSError as e:
-                log.warning("prefix file not read: %s", first_line(e))
-                self.known[file] = FOREIGN
-            except ValueError as e:
-                self._drop(file, e)
 
     def _make_room(self, size: int, used: float, replaced: Collection[Path]) -> bool:
         """Remove files last used before `used`, the oldest first, so that `size` more bytes fit; return True.
@@ -220,13 +204,24 @@ class PrefixFiles:
         """List incomplete files that a process is writing or has abandoned."""
         return [file for pattern in UNFINISHED for file in self.directory.glob(pattern)]
 
-    def _drop(self, file: Path, why: Exception) -> None:
-        """Remove a damaged file, and log the reason; one that cannot be removed becomes FOREIGN."""
-        log.warning("prefix file removed: %s", first_line(why))
+    @contextlib.contextmanager
+    def _reading(self, file: Path) -> Iterator[None]:
+        """Log an error of the block: a damaged file (ValueError) is removed, one that cannot be read becomes FOREIGN.
+
+        So does a damaged one that cannot be removed. Raises FileNotFoundError for a file that is gone.
+        """
         try:
-            self._remove(file)
-        except OSError:
+            yield
+        except FileNotFoundError:
+            self.known.pop(file, None)
+            raise
+        except Exception as e:  # an unreadable file must not fail a request
             self.known[file] = FOREIGN
+            is_damaged = isinstance(e, ValueError)
+            log.warning("prefix file %s: %s", "removed" if is_damaged else "not read", first_line(e))
+            if is_damaged:
+                with contextlib.suppress(OSError):
+                    self._remove(file)
 
     def _remove(self, file: Path) -> None:
         file.unlink(missing_ok=True)

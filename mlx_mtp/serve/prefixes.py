@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import os
 import time
+from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -30,7 +31,7 @@ from ..layers.target import Target
 from ..machine.memory import METAL_BUFFERS
 from ..pictures.rows import places_in
 from ..tuning.kernel_fallback import run_first
-from .prefix_chunks import Chunk, Size, resumable_path
+from .chunk_file import Chunk, resumable_path
 
 MAX_BUFFERS = METAL_BUFFERS // 20  # of a tree; with the model and active requests less than a tenth is used
 LAST = 4  # rows that `comparisons` compares: those of a cycle with three drafts
@@ -86,7 +87,7 @@ class PrefixTree:
         other: "PrefixTree | None" = None,
     ):
         self.blank, self.chunking, self.limit, self.max_buffers = blank, chunking, limit, max_buffers
-        self.root, self.size = Chunk(), Size()
+        self.root, self.size = Chunk(), Counter[str]()  # bytes, buffers and chunks of this tree
         self.trees: list[PrefixTree] = other.trees if other else []
         self.trees.append(self)
         self.adapted = adapters_now(blank.model)
@@ -114,17 +115,17 @@ class PrefixTree:
     @property
     def nbytes(self) -> int:
         """Bytes of all trees."""
-        return sum(tree.size.nbytes for tree in self.trees)
+        return sum(tree.size["nbytes"] for tree in self.trees)
 
     @property
     def buffers(self) -> int:
         """Number of Metal buffers of all trees."""
-        return sum(tree.size.buffers for tree in self.trees)
+        return sum(tree.size["buffers"] for tree in self.trees)
 
     @property
     def chunks(self) -> int:
         """Number of chunks of all trees."""
-        return sum(tree.size.chunks for tree in self.trees)
+        return sum(tree.size["chunks"] for tree in self.trees)
 
     @property
     def stores(self) -> bool:
@@ -268,13 +269,11 @@ class PrefixTree:
 
     def clear(self) -> None:
         """Remove all chunks of this tree."""
-        self.root, self.size = Chunk(), Size()
+        self.root, self.size = Chunk(), Counter()
 
     def _count(self, chunk: Chunk, sign: int = 1) -> None:
         """Add the size of a chunk to the tree's, or subtract it with sign -1."""
-        self.size.nbytes += sign * chunk.nbytes
-        self.size.buffers += sign * chunk.buffers
-        self.size.chunks += sign
+        self.size.update(nbytes=sign * chunk.nbytes, buffers=sign * chunk.buffers, chunks=sign)
 
     def _can_store(self, cache: PromptCache) -> bool:
         """Return whether a cache can be stored: it is not empty, and the tree `stores`, in the same quantization."""

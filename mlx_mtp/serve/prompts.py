@@ -3,19 +3,17 @@
 import contextlib
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 from ..cache.prompt_prefix import shared
 from ..checkpoint.chat_template import parts_with_pictures, render
-from ..pictures.place import place, row_of
-from ..pictures.rows import Picture
+from ..pictures.rows import Picture, place, row_of
 from .continued import after_prompt, begun_answer, is_begun, is_marked, render_begun, with_mark
 from .departure import check_client
 from .forms import Change, Conversation, Message, changed, forms, with_calls_after_content, with_calls_as_text
 from .history import IN_ASCII, PLACEHOLDER, linked, placeholders, restored, with_arguments
-from .prompt_length import check_length
 from .template_traits import REASONING_FIELDS, Traits, traits_of
 
 # Around the hexadecimal form of a special token that a user wrote. They are noncharacters of Unicode, which some
@@ -23,6 +21,9 @@ from .template_traits import REASONING_FIELDS, Traits, traits_of
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 ESCAPED = re.compile(rf"(?:{OPEN}|\\ufdd0)([0-9a-f]+)(?:{CLOSE}|\\ufdd1)")
 RESERVED = [re.escape(each) for each in (OPEN, CLOSE, PLACEHOLDER, r"\ufdd0", r"\ufdd1", IN_ASCII)]
+
+PIECE = 1 << 14  # characters that are tokenized at once; tokenizers need up to 500 bytes for each
+EXCESS, CUT = 1.25, 4  # pieces may have more tokens than the whole text: by this factor, and by CUT at each cut
 
 
 class Prompt(NamedTuple):
@@ -296,3 +297,33 @@ def _turns(tokenizer: Any, rendered: Rendered, tokens: list[int]) -> Iterator[in
             text = restored(render(tokenizer, other, options), rendered.texts)
             if text is not None:
                 yield shared(_encode(tokenizer, text), tokens)
+
+
+class TooLong(Exception):
+    """Raised for a prompt of at least `tokens` tokens, which exceed the context.
+
+    No ValueError, after which other forms of the conversation would be rendered.
+    """
+
+    def __init__(self, tokens: int):
+        super().__init__(f"at least {tokens} tokens")
+
+
+def check_length(tokenizer: Any, texts: Iterable[str], positions: int, others: int = 0) -> None:
+    """Raise TooLong if texts have more than EXCESS times `positions` tokens, counted in pieces until that is certain.
+
+    Texts of less than a piece together are not counted. others: number of further tokens. Raises ClientDisconnect as
+    `check_client`.
+    """
+    texts, tokens = [*texts], others
+    if sum(map(len, texts)) + others < PIECE:
+        return
+    for text in texts:
+        for start in range(0, len(text), PIECE):
+            check_client()
+            if tokens > EXCESS * positions:
+                raise TooLong(int(tokens / EXCESS))
+            found = len(tokenizer.encode(text[start : start + PIECE], add_special_tokens=False))
+            tokens += max(0, found - (CUT if start else 0))
+    if tokens > EXCESS * positions:
+        raise TooLong(int(tokens / EXCESS))

@@ -7,8 +7,7 @@ from typing import Any
 from ..generate import encoded
 from .fields import ModelInfo, Refused, boolean, check_characters, field_of, integer, number, shown, words
 from .job import DecodeRequest
-from .prompt_length import TooLong, check_length
-from .prompts import Prompt
+from .prompts import Prompt, TooLong, check_length
 from .token_rules import TokenRules, completions_of
 
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")

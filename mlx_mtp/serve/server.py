@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import errno
-import logging
 import os
 import signal
 import socket
@@ -43,7 +42,6 @@ from .prompts import marks_of
 from .slot import Ready
 from .tool_calls.table import GENERIC, format_of, unread_calls
 
-log = logging.getLogger("mlx_mtp.serve")
 STORING = 20.0  # maximum seconds of writing the prefix cache to files at the end
 SWITCH = 0.0005  # seconds after which a thread that prepares a request passes Python's lock to the engine's
 CHUNK, CHUNK_ON_CPU = (512, LEAST_CHUNK), (64, 24)  # maximum and minimum tokens of a prefill chunk
@@ -177,7 +175,7 @@ def _opened_offer(load: Callable[[Offer], Loaded], settings: Settings, offer: Of
     own = replace(settings, names=(offer.name, *settings.names), cache_files=files)
     loaded = load(offer)
     served = shared(loaded, own)
-    return Ready(served, described(loaded, served, own), count_buffers(served.tree.blank))
+    return Ready(served, described(loaded, served, own))
 
 
 def run(service: Service, settings: Settings) -> None:
@@ -239,7 +237,7 @@ def shared(loaded: Loaded, settings: Settings) -> Served:
     files, frames = settings.cache_files, frames_of(tokenizer)
     apart: dict[str, Served] = {}
     format = format_of(tokenizer) or GENERIC
-    served = Served(model, tokenizer, tree, options, format, files, batch, frames, apart)
+    served = Served(model, tokenizer, tree, options, format, files, batch, frames, apart, count_buffers(blank))
     for name in adapters.names if adapters.selected is None else ():
         with adapters.using(name):
             own = PrefixTree(blank.like_new(), chunking, tree.limit, other=tree)
@@ -253,7 +251,6 @@ def shared(loaded: Loaded, settings: Settings) -> Served:
 def opened(loaded: Loaded, settings: Settings, service: Service) -> Served:
     """Return `shared(loaded, settings)`; set the `info` of `service`, after which it accepts requests."""
     served = shared(loaded, settings)
-    service.metrics.counted = count_buffers(served.tree.blank)
     service.info = described(loaded, served, settings)
     return served
 

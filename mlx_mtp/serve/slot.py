@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..decoding.buffer_count import Buffers
 from .catalog import Offer
 from .engine import Engine
 from .fields import ModelInfo
@@ -12,11 +11,10 @@ from .job import Failed, Served
 
 
 class Ready(NamedTuple):
-    """A loaded model: what its engine runs, its facts for requests, and the numbers of its Metal buffers."""
+    """A loaded model: what its engine runs, and its facts for requests."""
 
     served: Served
     info: ModelInfo
-    buffers: Buffers
 
 
 @dataclass(eq=False)
@@ -37,10 +35,6 @@ class Slot:
     progress: tuple[str, int, int] | None = None
     error: str = ""
     loads: int = 0
-
-    @property
-    def state(self) -> str:
-        return self.engine.state
 
     @property
     def is_busy(self) -> bool:

@@ -4,7 +4,7 @@ from typing import Any
 
 from ..checkpoint.chat_template import reserved_names
 from .fields import ModelInfo, Refused, field_of, fields_of, integer, shown, text
-from .template_probes import SWITCHES, rendered, thinking_switch, unread
+from .template_traits import SWITCHES, rendered, thinking_switch, unread
 
 OFF = ("none", "off", "disable", "disabled")  # reasoning efforts that mean no thinking
 BUDGETS = ("thinking_budget", "reasoning_budget", "thinking_budget_tokens", "thinking_token_budget")

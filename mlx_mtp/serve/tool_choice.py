@@ -7,15 +7,21 @@ from typing import Any, NamedTuple
 
 from ..grammar import Gate, Grammar
 from ..grammar.forms import either
-from .field_sizes import MAX_TOOL_NAME, TOOL, check_size
-from .fields import ModelInfo, Refused, shown, text
-from .grammar_limits import check_schema, compiled_within
-from .structured import Output
+from .fields import MAX_TOOL_NAME, TOOL, ModelInfo, Refused, check_size, shown, text
+from .forms import Message, joined_contents
+from .structured import Output, check_schema, compiled_within
+from .template_traits import renders_tools
 from .thinking import switch_of
 from .tool_calls.call_format import CallFormat
 from .tool_calls.grammars import Offer, call_grammar, call_mark
-from .tool_calls.schema import Tools
+from .tool_calls.schema import Tools, dumps
 from .tool_calls.table import GENERIC
+
+CALL = """\
+To call a tool, answer with its name and its arguments in this form:
+<tool_call>
+{"name": "...", "arguments": {...}}
+</tool_call>"""
 
 
 class ToolChoice(NamedTuple):
@@ -183,3 +189,21 @@ def _grammar(
     check_schema({"$defs": {name: offer.tools.parameters(name) for name in strict}})
     calls = call_grammar(tokenizer, format, offer)
     return either(content, calls) if content else calls
+
+
+def with_tools(
+    info: ModelInfo, messages: list[Message], tools: list[Any] | None, template: dict[str, Any]
+) -> tuple[list[Message], list[Any] | None]:
+    """Return (the messages to render, the given tools).
+
+    If there are tools and the model's own format of calls is unknown (`info.tool_format` is GENERIC), the system
+    prompt, a new one if there is none, also describes the generic format, and lists the tools if the chat template
+    does not print them. Otherwise the messages are unchanged.
+    """
+    if not tools or info.tool_format is not GENERIC:
+        return messages, tools
+    listed = "" if renders_tools(info.tokenizer, template) else "\n".join(["Tools:", *map(dumps, tools), "", ""])
+    first = messages[0] if messages and messages[0]["role"] == "system" else None
+    before = [first["content"]] if first and first["content"] else []
+    system = {"role": "system", "content": joined_contents([*before, listed + CALL], "\n\n")}
+    return [system, *messages[1 if first else 0 :]], tools

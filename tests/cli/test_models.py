@@ -17,7 +17,6 @@ from families import FAMILIES, headless
 from hub import served_hub
 from huggingface_hub import constants
 from portless import CONFIGS
-from rich.progress import TextColumn
 
 import mlx_mtp
 from mlx_mtp.checkpoint import files, library, pull, smollm2
@@ -268,7 +267,7 @@ def test_a_line_is_printed_above_a_bar(monkeypatch):
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    with progress.bar(TextColumn("{task.description}"), shown=True) as update:
+    with progress.bar(shown=True) as update:
         update("recording", 1, 2)
         time.sleep(0.15)  # the bar is drawn ten times a second
         print_above("Estimate: an hour")

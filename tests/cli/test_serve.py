@@ -21,7 +21,7 @@ from command_line import call, free_port, one_line_error
 from sweep import sweep
 
 import mlx_mtp.cli.serve  # noqa: F401 - `mlx_mtp.cli.serve` is also the command
-from mlx_mtp.cli.sizes import SIZE
+from mlx_mtp.cli.given_file import SIZE
 from mlx_mtp.demo import demo_path
 
 serve = sys.modules["mlx_mtp.cli.serve"]

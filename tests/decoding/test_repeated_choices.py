@@ -9,7 +9,7 @@ from sweep import sampled
 
 import mlx_mtp
 from mlx_mtp.decoding import replay as replay_module
-from mlx_mtp.grammar import earlier_choices, matcher
+from mlx_mtp.grammar import matcher
 from mlx_mtp.tuning.plan import Plan
 
 PATTERNS = {"free": "(a|b|c)+", "forced": "((a|b)abcabc)+", "words": "((cab{1,3}|aa|bc)c){9,}"}
@@ -22,7 +22,7 @@ def _of_any_mask(monkeypatch, tmp_path):
     """Store choices under all masks of the tiny vocabulary, with separate costs, and record at once."""
     monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(replay_module, "OFTEN", 1)
-    monkeypatch.setattr(earlier_choices, "MOST_SHARE", 1)
+    monkeypatch.setattr(matcher, "MOST_SHARE", 1)
 
 
 @pytest.mark.parametrize(("pattern", "how", "k", "replay"), sampled(FEW, PRODUCT))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_mtp import grammar
-from mlx_mtp.grammar import earlier_choices, matcher
+from mlx_mtp.grammar import matcher
 
 LIST = grammar.json_schema(
     {
@@ -103,7 +103,7 @@ def test_few_choices_are_proposed_at_once(monkeypatch):
 
 def test_only_tokens_whose_masks_were_noted_are_stored():
     """A mask that was noted behind a draft belongs to the answer only if that draft does."""
-    noted, few = earlier_choices.EarlierChoices(), np.array([0b11, *[0] * 99], np.int32)
+    noted, few = matcher.EarlierChoices(), np.array([0b11, *[0] * 99], np.int32)
     for new in ([7, 5], [1, 6], [1]):
         noted.note(0, few, [1])
         noted.note(1, few, [1])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_mtp import grammar
-from mlx_mtp.grammar import Gate, kept
+from mlx_mtp.grammar import Gate, vocabulary
 from mlx_mtp.grammar.vocabulary import Vocabulary
 
 SCHEMA = {
@@ -143,9 +143,9 @@ def test_a_style_that_forces_too_many_bytes_is_dropped():
 
 
 def test_parsers_are_kept_within_bounds(monkeypatch):
-    monkeypatch.setattr(kept, "KEPT", 3)
-    monkeypatch.setattr(kept, "KEPT_BYTES", 10)
-    some = kept.Kept()
+    monkeypatch.setattr(vocabulary, "KEPT", 3)
+    monkeypatch.setattr(vocabulary, "KEPT_BYTES", 10)
+    some = vocabulary.Kept()
     for text in ("a", "b", "c"):
         some.put(text, text)
     assert some.get("a") == "a"

@@ -5,7 +5,7 @@ from fuzzing import profile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_mtp.pictures.features import Features
+from mlx_mtp.pictures.vision import Features
 
 ROWS = mx.zeros((2, 8))  # 64 bytes
 

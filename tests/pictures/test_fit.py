@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mlx_mtp.pictures import fit, prompt
-from mlx_mtp.pictures.fit import fitted, fitted_size
+from mlx_mtp.pictures import prompt
 from mlx_mtp.pictures.header import Head, read_head
 from mlx_mtp.pictures.image import LIMITS, Image
+from mlx_mtp.pictures.prompt import fitted, fitted_size
 
 
 @pytest.mark.parametrize("enlarge", [False, True])
@@ -32,7 +32,7 @@ def test_every_size_near_the_limit_of_ratios_stays_within():
 
 
 def test_a_scaled_picture_beyond_the_limits_is_named_before_it_is_made(monkeypatch):
-    monkeypatch.setattr(fit, "pillow", lambda: pytest.fail("scaled"))
+    monkeypatch.setattr(prompt, "pillow", lambda: pytest.fail("scaled"))
     vision = SimpleNamespace(limits=LIMITS, picture=lambda image: image)
     large, small = (Image(np.zeros((*size, 3), np.uint8), b"") for size in ((12000, 60), (1, 1)))
     with pytest.raises(ValueError, match=r"^picture 2: 12000 x 12000 pixels; allowed are 50,000,000 in all"):

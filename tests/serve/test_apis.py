@@ -12,7 +12,7 @@ from mlx_mtp.serve.answer import TextPart
 from mlx_mtp.serve.api_request import data
 from mlx_mtp.serve.history import parsed
 from mlx_mtp.serve.job import Begun, DecodeRequest, End, Job
-from mlx_mtp.serve.logprobs import _bytes
+from mlx_mtp.serve.token_rules import _bytes
 
 
 def events(response):

@@ -16,7 +16,7 @@ from sweep import SWEEP
 
 from mlx_mtp.serve import body, preparation
 from mlx_mtp.serve.body import DEPTH, parsed_body
-from mlx_mtp.serve.chat_messages import side_of
+from mlx_mtp.serve.chat import side_of
 from mlx_mtp.serve.departure import CURRENT, Departure, check_client
 from mlx_mtp.serve.fields import Refused
 from mlx_mtp.serve.limits import QueueFull

@@ -8,8 +8,8 @@ import types
 import pytest
 
 from mlx_mtp.serve import engine as engines
+from mlx_mtp.serve.endings import FinishedJobs
 from mlx_mtp.serve.engine import Engine, Limits, QueueFull
-from mlx_mtp.serve.finished import FinishedJobs
 from mlx_mtp.serve.job import DecodeRequest, End, Failed, Job
 
 SERVED = types.SimpleNamespace(ranks=None, batch=None, files=None, tree=types.SimpleNamespace(decoded=False))
@@ -119,7 +119,7 @@ def test_nothing_is_computed_for_a_client_that_has_left(engine, steps, monkeypat
     """The rows of its answer are stored; the conversation of a client that still waits is prefilled."""
     done, cache = [], types.SimpleNamespace(tokens=[1, 2])
     monkeypatch.setattr(engines, "closed", lambda steps: cache)
-    monkeypatch.setattr("mlx_mtp.serve.finished.keep", lambda *_: done.append("kept"))
+    monkeypatch.setattr("mlx_mtp.serve.endings.keep", lambda *_: done.append("kept"))
     monkeypatch.setattr(FinishedJobs, "add", lambda self, served, job, cache: done.append(job.request.prompt[0]))
     (first,) = submit(one := engine(), [1] * 10**7)
     while not steps.order:

@@ -8,11 +8,10 @@ import pytest
 from api_bodies import APIS, HI
 from sweep import sampled
 
-from mlx_mtp.serve.field_sizes import OTHERS, SIZES, TOOL, Size, check_size
 from mlx_mtp.serve.field_table import FIELDS
-from mlx_mtp.serve.fields import MAX_MESSAGE, MAX_WORD, MOST_STOPS, Refused
-from mlx_mtp.serve.grammar_limits import check_text
+from mlx_mtp.serve.fields import MAX_MESSAGE, MAX_WORD, MOST_STOPS, OTHERS, SIZES, TOOL, Refused, Size, check_size
 from mlx_mtp.serve.ollama_fields import CHAT, GENERATE, SAMPLING, SYSTEM
+from mlx_mtp.serve.structured import check_text
 from mlx_mtp.serve.token_rules import Completions
 
 PAGE = (Path(__file__).parents[2] / "docs/serve.md").read_text()

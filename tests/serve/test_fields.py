@@ -9,13 +9,13 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 
 from mlx_mtp.demo import demo_path
-from mlx_mtp.serve import field_table, messages, response_items, thinking
-from mlx_mtp.serve.chat_messages import messages_of
+from mlx_mtp.serve import field_table, messages, responses, thinking
+from mlx_mtp.serve.chat import messages_of
 from mlx_mtp.serve.contents import ENCRYPTED as ENCRYPTED_TEXT
 from mlx_mtp.serve.contents import Contents
 from mlx_mtp.serve.field_table import APIS, FIELDS, TREATMENTS, UNKNOWN, check_fields
 from mlx_mtp.serve.fields import Refused
-from mlx_mtp.serve.template_probes import renders_tools
+from mlx_mtp.serve.template_traits import renders_tools
 from mlx_mtp.serve.thinking import template_of
 
 ROOT = Path(__file__).parents[2]
@@ -379,7 +379,7 @@ def test_encrypted_reasoning_of_responses_is_left_out_with_a_warning():
     ):
         warnings = []
         given = [{"type": "reasoning", "summary": [], **item}]
-        response_items.conversation_of({"input": given}, Contents(None, warnings))
+        responses.conversation_of({"input": given}, Contents(None, warnings))
         assert len(warnings) == count
         assert all("was left out" in warning for warning in warnings)
 
@@ -393,7 +393,7 @@ def test_a_session_with_another_server_can_be_continued(served, api):
     assert response.status_code == 200, response.text
     assert ("left out" in response.headers.get(WARNING, "")) == (api != "chat")
     if api != "messages":
-        convert = messages_of if api == "chat" else response_items.conversation_of
+        convert = messages_of if api == "chat" else responses.conversation_of
         found = convert({name: [user, *SESSIONS[api], user]}, Contents())
         calls = [call["function"] for message in found for call in message.get("tool_calls", ())]
         assert [call["name"] for call in calls] == ["apply_patch", "local_shell"]

@@ -10,6 +10,7 @@ import pytest
 from served import KEY, serving, start
 from starlette.testclient import TestClient
 
+from mlx_mtp.decoding.buffer_count import Buffers
 from mlx_mtp.layers.runtime import Runtime
 from mlx_mtp.serve.app import Service, application
 from mlx_mtp.serve.body import DEPTH
@@ -218,7 +219,8 @@ def test_the_page_loads_nothing_from_other_hosts(served):
 def test_metrics_list_kernels_that_were_refused():
     reasons = {("verify_qmm", "64x32 4-bit g32 float32", rows): "fails with RuntimeError: no" for rows in (5, 6)}
     tree = SimpleNamespace(nbytes=0, chunks=0, buffers=0)
-    served = SimpleNamespace(model=SimpleNamespace(runtime=Runtime(failed=reasons)), tree=tree)
+    model = SimpleNamespace(runtime=Runtime(failed=reasons))
+    served = SimpleNamespace(model=model, tree=tree, buffers=Buffers())
     shown = Metrics(SimpleNamespace(served=served, running=[], queued=0)).text().decode()
     kernel = 'kernel="verify_qmm 64x32 4-bit g32 float32",reason="fails with RuntimeError: no"'
     assert f"mlx_mtp:kernels_failed{{{kernel}}} 2.0\n" in shown
@@ -226,7 +228,7 @@ def test_metrics_list_kernels_that_were_refused():
 
 def test_metrics(served):
     served.post("/v1/chat/completions", json=HI)
-    tree, counted = served.service.engine.served.tree, served.service.metrics.counted
+    tree, counted = served.service.engine.served.tree, served.service.engine.served.buffers
     text, held = "", None
     while held != tree.buffers:  # the prefill of idle time may store a chunk in between
         held, text = tree.buffers, served.get("/metrics").text

@@ -12,7 +12,7 @@ from templates import CONVERSATIONS, OFFERED, OWN, A, U, all_templates, call, re
 
 from mlx_mtp.serve.answer import Splitter, calls_of, text_of
 from mlx_mtp.serve.api_request import CallIds
-from mlx_mtp.serve.chat_messages import messages_of
+from mlx_mtp.serve.chat import messages_of
 from mlx_mtp.serve.contents import Contents
 from mlx_mtp.serve.prompts import encode_chat, marks_of
 from mlx_mtp.serve.template_traits import traits_of

@@ -14,8 +14,8 @@ from prefix_requests import rows_alike
 from sweep import sampled
 
 import mlx_mtp
+from mlx_mtp.serve import endings
 from mlx_mtp.serve import engine as engines
-from mlx_mtp.serve import finished
 from mlx_mtp.serve.answer import TextPart, ToolCall
 from mlx_mtp.serve.batch_decoder import BatchDecoder
 from mlx_mtp.serve.chat import ChatRequest
@@ -195,7 +195,7 @@ def test_an_interrupted_prefill_keeps_its_complete_chunks(models, kind):
 
 def test_answers_that_end_while_the_server_is_busy_are_stored(models, start, monkeypatch):
     """When the queue of finished jobs is full, the rows of the oldest are stored without a pass."""
-    monkeypatch.setattr(finished, "MAX_FINISHED", 1)
+    monkeypatch.setattr(endings, "MAX_FINISHED", 1)
     monkeypatch.setattr(Engine, "_idle", lambda self: time.sleep(0.001))
     engine = start(served_of(models("glm4_moe"), decoded=True))
     prompts = [[i, *FIRST] for i in range(3)]

@@ -186,7 +186,7 @@ def test_failed_loads_fail_the_requests_that_wait_and_the_next_one_tries_again(w
     assert [error.status for error in answers] == [503] * 4
     assert str(answers[0]) == "model='a' cannot be loaded: damaged"
     assert models.slots["a"].error == str(answers[0])
-    assert {slot.state for slot in models.slots.values()} == {"unloaded"}
+    assert {slot.engine.state for slot in models.slots.values()} == {"unloaded"}
     assert run(ask(models, "a")) == "a"
     assert models.slots["a"].error == ""
 
@@ -277,7 +277,7 @@ def test_a_request_that_leaves_with_its_model_returns_it(world):
     async def requests():
         slot, task = await granted(models, "a")
         time.sleep(0.05)  # longer than the model may be idle
-        assert (slot.pins, slot.state) == (1, "ready")
+        assert (slot.pins, slot.engine.state) == (1, "ready")
         task.cancel()
         await gather(task)
         assert slot.pins == 0

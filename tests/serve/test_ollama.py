@@ -9,11 +9,13 @@ import pytest
 from served import KEY
 
 from mlx_mtp.serve.answer import TextPart
-from mlx_mtp.serve.chat_messages import messages_of
+from mlx_mtp.serve.chat import messages_of
 from mlx_mtp.serve.contents import Contents
 from mlx_mtp.serve.fields import Refused
+from mlx_mtp.serve.history import linked
 from mlx_mtp.serve.ollama import OllamaChat, OllamaGenerate
 from mlx_mtp.serve.ollama_fields import CHAT, as_openai, chat_messages, idle_seconds, most_predicted
+from mlx_mtp.serve.template_traits import Traits
 from mlx_mtp.serve.tool_calls.call_format import ToolCall
 
 QUESTION = [{"role": "user", "content": "What does len do?"}]
@@ -192,13 +194,15 @@ def test_messages_become_those_of_chat_completions():
         {"role": "assistant", "tool_calls": [{"id": "own", **CALL}, call]},
         {"role": "tool", "tool_call_id": "own", "content": "x"},
     ]
-    found = messages_of({"messages": chat_messages({"messages": given})}, Contents())
+    found = linked(messages_of({"messages": chat_messages({"messages": given})}, Contents()), Traits())
     assert found[0]["reasoning_content"] == "hm"
     assert [[each["id"] for each in found[i]["tool_calls"]] for i in (0, 4)] == [
         ["call_0", "call_1"],
         ["own", "call_3"],
     ]
-    assert [message.get("tool_call_id") for message in found] == [None, "call_1", "call_0", None, None, "own"]
+    assert [message.get("tool_call_id") for message in found] == [None, "call_0", None, "call_1", None, "own"]
+    assert [message["content"] for message in found if message["role"] == "tool"] == ["first", "none", "second", "x"]
+    assert not any("tool_name" in message for message in found)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_mtp.demo import demo_path
-from mlx_mtp.serve import fields, prompt_length
+from mlx_mtp.serve import fields, prompts
 from mlx_mtp.serve.departure import CURRENT, Departure
-from mlx_mtp.serve.prompt_length import EXCESS, PIECE, TooLong, check_length
+from mlx_mtp.serve.prompts import EXCESS, PIECE, TooLong, check_length
 
 PATHS = {
     "/v1/chat/completions": lambda text: {"messages": [{"role": "user", "content": text}]},
@@ -90,7 +90,7 @@ def test_a_text_that_fits_is_never_too_long(tokenizer, runs, shift):
     text = "x" * shift + run * (2500 // len(run))  # with cuts anywhere in a run
     tokens = len(tokenizer.encode(text, add_special_tokens=False))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prompt_length, "PIECE", 1000)
+        patch.setattr(prompts, "PIECE", 1000)
         assert not is_long(tokenizer, [text], tokens)
         assert is_long(tokenizer, [text], tokens // 2) or tokens < 60
         parts = [text[:1500], text[1500:]]
@@ -153,7 +153,7 @@ def test_what_a_template_drops_is_not_counted(one_layer):
     response = one_layer.post("/v1/messages/count_tokens", json={"messages": messages[1:]})
     assert response.status_code == 200
     assert response.json()["input_tokens"] < 100
-    prompt_length.check_length(Counted(), [messages[0]["content"].strip()], 2)
+    prompts.check_length(Counted(), [messages[0]["content"].strip()], 2)
 
 
 def test_a_prompt_of_too_many_characters_is_refused(one_layer, monkeypatch):

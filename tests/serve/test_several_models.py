@@ -151,7 +151,7 @@ def test_unknown_names_list_the_known_ones(several, path, error):
 
 
 def buffers_of(ready):
-    return ready.served.tree.buffers + ready.buffers.weights + ready.buffers.recordings
+    return ready.served.tree.buffers + ready.served.buffers.weights + ready.served.buffers.recordings
 
 
 def test_health_and_metrics(several):
@@ -163,12 +163,12 @@ def test_health_and_metrics(several):
     assert {name: state["state"] for name, state in body["models"].items()} == {"one": "unloaded", "two": "ready"}
     assert {each["id"] for each in body["skipped"]} == {"cut", "mute"}
     slot = several.models.slots["one"]
-    several.models._loading, slot.progress = slot, ("Reading weights (MB)", 3, 17)
+    several.models.loading, slot.progress = slot, ("Reading weights (MB)", 3, 17)
     body = several.get("/health").json()
     assert body["loading"] == {"stage": "Reading weights (MB)", "done": 3, "total": 17, "model": "one"}
     body = several.get("/health", headers={"Authorization": ""}).json()
     assert body == {"status": "ok", "queued": 0, "loading": {"stage": "Reading weights (MB)", "done": 3, "total": 17}}
-    several.models._loading = slot.progress = None
+    several.models.loading = slot.progress = None
     ready, end, text, own = several.models.slots["two"].ready, time.monotonic() + 60, "", [0, 1]
     while own[0] != own[1] and time.monotonic() < end:  # the prefill of idle time may store a chunk in between
         own[0] = buffers_of(ready)

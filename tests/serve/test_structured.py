@@ -15,7 +15,7 @@ from sweep import SWEEP
 
 import mlx_mtp
 from mlx_mtp import grammar
-from mlx_mtp.serve import grammar_limits, output_format, structured
+from mlx_mtp.serve import output_format, structured
 
 QUESTION = {"role": "user", "content": "What does len do?"}
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
@@ -351,7 +351,7 @@ def test_a_grammar_that_compiles_too_long_is_refused_while_others_are_answered(s
     monkeypatch.setitem(output_format.MADE, "json", waits)
     known = {**free, "response_format": as_format(FLAGS)}
     assert served.post(CHAT, json=known).status_code == 200
-    monkeypatch.setattr(grammar_limits, "MAX_SECONDS", 0.3)
+    monkeypatch.setattr(structured, "MAX_SECONDS", 0.3)
     try:
         with ThreadPoolExecutor(2) as pool:
             bodies = ({**free, "response_format": as_format({"slow": i})} for i in (1, 2))
@@ -361,9 +361,9 @@ def test_a_grammar_that_compiles_too_long_is_refused_while_others_are_answered(s
         assert served.post(CHAT, json={**free, "guided_regex": "unseen"}).status_code == 503
     finally:
         ended.set()
-    while not grammar_limits.COMPILERS.acquire(timeout=0.1):  # the abandoned threads end
+    while not structured.COMPILERS.acquire(timeout=0.1):  # the abandoned threads end
         pass
-    grammar_limits.COMPILERS.release()
+    structured.COMPILERS.release()
 
 
 LENGTHS = {"^abc$": 5, "a{1000}": 1000, "a{3,5}b+": 4, "(ab{3}){2}": 8, "((a{100}){100}){100}": 10**6, "a?b*": 0}
@@ -372,4 +372,4 @@ LENGTHS |= {"a{7}?": 7, "ab|cde|f": 3, "x(?:ab|cde){4}": 13, r"[a-z\]]{5}\d{4}":
 
 @pytest.mark.parametrize(("pattern", "length"), LENGTHS.items())
 def test_the_shortest_match_of_a_pattern_is_estimated(pattern, length):
-    assert grammar_limits.least_length(pattern) == length
+    assert structured.least_length(pattern) == length

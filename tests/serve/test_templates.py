@@ -16,8 +16,7 @@ from mlx_mtp.serve.forms import Conversation
 from mlx_mtp.serve.frames import FramedSplitter, frames_of
 from mlx_mtp.serve.history import linked
 from mlx_mtp.serve.prompts import ESCAPED, Chat, marks_of
-from mlx_mtp.serve.template_probes import renders_tools
-from mlx_mtp.serve.template_traits import traits_of
+from mlx_mtp.serve.template_traits import renders_tools, traits_of
 from mlx_mtp.serve.tool_calls.grammars import Offer, call_grammar
 from mlx_mtp.serve.tool_calls.schema import Tools
 from mlx_mtp.serve.tool_calls.table import format_of

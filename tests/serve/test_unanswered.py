@@ -6,10 +6,9 @@ from hypothesis import strategies as st
 from templates import OWN, tokenizer_of
 
 from mlx_mtp.serve.forms import Conversation, _with_one_call_a_turn
-from mlx_mtp.serve.history import linked
+from mlx_mtp.serve.history import Unanswered, linked
 from mlx_mtp.serve.ollama_fields import chat_messages
 from mlx_mtp.serve.template_traits import traits_of
-from mlx_mtp.serve.unanswered import Unanswered
 
 
 class Counted(str):
@@ -26,7 +25,7 @@ class Counted(str):
 MANY = 200
 LINKING = {
     "linked": lambda messages: linked(messages, traits_of(tokenizer_of(OWN["json"]))),
-    "ollama": lambda messages: chat_messages({"messages": messages}),
+    "ollama": lambda messages: linked(chat_messages({"messages": messages}), traits_of(tokenizer_of(OWN["json"]))),
     "one call a turn": lambda messages: _with_one_call_a_turn(Conversation(messages, None)).messages,
 }
 

@@ -5,7 +5,6 @@ import time
 import weakref
 from types import SimpleNamespace
 
-from mlx_mtp.decoding.buffer_count import Buffers
 from mlx_mtp.machine.stream import pass_turn
 from mlx_mtp.serve.catalog import Offer
 from mlx_mtp.serve.limits import Limits
@@ -58,7 +57,7 @@ class World:
         if error := self.fails.pop(offer.name, None):
             served.itself = served  # as parts of a model refer to each other
             raise error
-        return Ready(served, SimpleNamespace(name=offer.name), Buffers())
+        return Ready(served, SimpleNamespace(name=offer.name))
 
     def grow(self, size):
         self.bytes += size

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from ...grammar.keywords import rewritten
 from .lark import ANY
 from .schema import Schema, kind_of, target_of
 
@@ -154,33 +155,18 @@ class Document:
     """A schema whose parts can be made schemas of their own. root: the schema, where `$ref` of parts are resolved."""
 
     def __init__(self, root: Schema):
-        self.root, self._definition = root, rerooted(root)
+        self.root, self._definition = root, rewritten(root, _rerooted)
 
     def within(self, schema: Any) -> Schema:
         """Return a part of the document as a schema of its own, with the document in `$defs` if it needs that."""
-        schema = {} if schema is True else rerooted(schema)
+        schema = {} if schema is True else rewritten(schema, _rerooted)
         if "$ref" not in json.dumps(schema):
             return schema
         return {**schema, "$defs": {"root": self._definition}}
 
 
-def rerooted(schema: Any, *, data: bool = False) -> Any:
-    """Return a copy of a schema in which each `$ref` to "#..." refers to "#/$defs/root...".
-
-    data: `schema` is an object of schemas by name, such as `properties`, where "$ref" would be a name.
-    """
-    if isinstance(schema, list):
-        return [rerooted(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {}
-    for key, value in schema.items():
-        if key == "$ref" and isinstance(value, str) and value.startswith("#") and not data:
-            found[key] = "#/$defs/root" + value[1:]
-        elif key in ("const", "enum", "default", "examples") and not data:
-            found[key] = value
-        else:
-            found[key] = rerooted(
-                value, data=key in ("properties", "$defs", "definitions", "patternProperties") and not data
-            )
-    return found
+def _rerooted(_: Any, schema: Schema) -> Schema:
+    """Return a schema whose `$ref`, if it has one to "#...", refers to "#/$defs/root..."."""
+    reference = schema.get("$ref")
+    is_inner = isinstance(reference, str) and reference.startswith("#")
+    return {**schema, "$ref": "#/$defs/root" + reference[1:]} if is_inner else schema

@@ -56,8 +56,8 @@ class GemmaCalls:
         closed, first, written = None, None, 0
         try:
             for value in itertools.islice(values.members(at + 1, "", "}", 0), MOST_READINGS):
-                is_closed = self._is_closed(values.text, value.end, head, complete)
-                if is_closed and self._only_calls_follow(values.text, value.end, head):
+                is_closed, only_calls = self._follows(values.text, value.end, head, complete)
+                if is_closed and only_calls:
                     return value
                 closed, first = closed or (value if is_closed else None), first or value
                 if (written := written + len(value.json)) > MOST_WRITTEN:
@@ -66,16 +66,16 @@ class GemmaCalls:
             return None
         return closed or first
 
-    def _is_closed(self, text: str, at: int, head: regex.Pattern[str], complete: bool) -> bool:
-        """Return whether an end mark, the next call or the end of a complete answer is at `at`."""
-        at = skip_space(text, at)
-        return text.startswith(self.end, at) or (complete and at == len(text)) or bool(head.match(text, at))
+    def _follows(self, text: str, at: int, head: regex.Pattern[str], complete: bool) -> tuple[bool, bool]:
+        """Return whether a call ends at `at`, and whether only calls follow it, as far as the next one shows.
 
-    def _only_calls_follow(self, text: str, at: int, head: regex.Pattern[str]) -> bool:
-        """Return whether the text ends, or the next call starts, after the call that ends at `at`."""
+        A call ends before an end mark, the next call or the end of a complete answer.
+        """
         at = skip_space(text, at)
-        at = skip_space(text, at + len(self.end)) if text.startswith(self.end, at) else at
-        return at == len(text) or bool(head.match(text, at))
+        marked = text.startswith(self.end, at)
+        after = skip_space(text, at + len(self.end)) if marked else at
+        is_call, ends = bool(head.match(text, after)), after == len(text)
+        return marked or is_call or (complete and ends), is_call or ends
 
 
 class Value(NamedTuple):

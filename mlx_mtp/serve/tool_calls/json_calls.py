@@ -9,8 +9,7 @@ from typing import NamedTuple
 import regex
 
 from .call_format import Reading, ToolCall, any_of
-from .json_text import end_of_value, members
-from .schema import Tools, dumps, strict
+from .schema import Tools, dumps, end_of_value, members, strict
 
 BETWEEN = regex.compile(r"(?:\s|[;,])*+")
 NAME_KEYS = ("name", "function", "tool", "tool_name")

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import regex
+
 from ...checkpoint.chat_template import render
 from ..template_traits import NAME, OPTIONS, RESULT, Probe, probes
 from .call_format import CallFormat, Reading
 from .gemma import GemmaCalls
 from .json_calls import JsonCalls
-from .json_text import end_of_value
 from .pythonic import PythonicCalls
-from .schema import Tools
+from .schema import Tools, end_of_value
 from .tagged import TaggedCalls
 
 SECOND = "secondname"
@@ -171,16 +172,16 @@ def _tagged_region(text: str, at: int, format: TaggedCalls, first: int, second: 
 
     Raises ValueError if they are not tags of the format.
     """
-    found = list(format.parameters(text[:second], at))
+    found = [*regex.finditer(format.parameter, text[:second], pos=at)]
     if len(found) != 2:
         raise ValueError("arguments are no tags")
-    (start, key, type), after = found[0], len(ARGUMENTS["text"])
-    begin, next = start.start(), found[1][0].start()
+    start, key, after = found[0], found[0]["key"], len(ARGUMENTS["text"])
+    begin, next, type = start.start(), found[1].start(), start.groupdict().get("type")
     keyed, close = text[start.end("key") : first], text[first + after : next]
     if type:
         keyed = text[start.end("key") : start.start("type")] + "{type}" + text[start.end("type") : first]
     close = close.replace(f"</{key}>", "</{key}>")
-    separator, last = "", close.replace("{key}", found[1][1])
+    separator, last = "", close.replace("{key}", found[1]["key"])
     if not text.startswith(last, second + after):  # white space separates arguments, and does not follow the last one
         close, last = close.rstrip(), last.rstrip()
         separator = text[first + after : next].removeprefix(close.replace("{key}", key))

@@ -1,4 +1,4 @@
-"""Look up the types of tools' parameters, and convert arguments written without quotes to JSON."""
+"""Look up the types of tools' parameters, convert arguments without quotes to JSON, and find JSON in a text."""
 
 import ast
 import json
@@ -9,9 +9,17 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import unquote
 
+import regex
+
 Schema = dict[str, Any]
 ESCAPE = re.compile(r'["/bfnrt]|u[0-9a-fA-F]{4}')
 PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}  # jinja's `string` filter writes the keys
+
+STRING = r'"(?:\\.|[^"\\])*+"'
+TOKENS = regex.compile(rf"{STRING}|[\[\]{{}}]", regex.DOTALL)
+SCALAR = regex.compile(rf"{STRING}|[^\s,\]}}]++", regex.DOTALL)
+MEMBER = regex.compile(rf"\s*,?\s*(?P<key>{STRING})\s*:\s*", regex.DOTALL)
+LAST = regex.compile(r"\s*,?\s*\}")
 
 
 class Tools:
@@ -200,3 +208,32 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_without_nan(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def members(text: str, start: int) -> Iterator[tuple[str, str]]:
+    """Yield (quoted key, value's text) of the object whose brace is at `start`.
+
+    Values need not be valid. After the last readable member, raises ValueError if the object does not end there.
+    """
+    at = start + 1
+    while member := MEMBER.match(text, at):
+        end = end_of_value(text, member.end())
+        if end is None:
+            raise ValueError("a JSON object without an end")
+        yield member["key"], text[member.end() : end]
+        at = end
+    if not LAST.match(text, at):
+        raise ValueError("a JSON object with invalid members")
+
+
+def end_of_value(text: str, start: int) -> int | None:
+    """Return the index after the JSON value, valid or not, that starts at `start`; None if it does not end."""
+    if text[start : start + 1] not in ("{", "["):
+        scalar = SCALAR.match(text, start)
+        return scalar.end() if scalar else None
+    depth = 0
+    for token in TOKENS.finditer(text, start):
+        depth += (token[0] in ("{", "[")) - (token[0] in ("}", "]"))
+        if not depth:
+            return token.end()
+    return None

@@ -70,11 +70,6 @@ class TaggedCalls:
                 return reading
         return None
 
-    def parameters(self, text: str, at: int) -> Iterator[tuple[regex.Match[str], str, str | None]]:
-        """Yield, for each argument from index `at` on: match of its start tag, key, and written type or None."""
-        for match in regex.finditer(self.parameter, text, pos=at):
-            yield match, match["key"], match.groupdict().get("type")
-
     def as_json(self, tools: Tools, name: str, key: str, text: str) -> str:
         """Return the JSON of `text`, the value of argument `key` of the offered function `name`."""
         if not self.nested:
