@@ -13,6 +13,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Before MLX, NumPy or PyTorch is imported, here or in a test's process: one small product is slower on more threads.
 for _threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_threads, "1")
+# In processes that tests start, as `pytest_runtest_setup` in this one: a CPU's fused kernels each need a C++ compiler.
+if sys.platform == "linux":
+    os.environ.setdefault("MLX_DISABLE_COMPILE", "1")
 # Each worker runs on one core, shared by MLX's thread and Python's: switching between cores took a third of the time.
 if (_worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_setaffinity"):
     with contextlib.suppress(OSError):
