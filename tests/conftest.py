@@ -5,6 +5,7 @@ import gc
 import os
 import shutil
 import sys
+from functools import partial
 
 # Write bytecode even where PYTHONDONTWRITEBYTECODE is set: otherwise each worker of each run rewrites the assertions
 # of all test files, and each process that a test starts compiles the package.
@@ -13,6 +14,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Before MLX, NumPy or PyTorch is imported, here or in a test's process: one small product is slower on more threads.
 for _threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_threads, "1")
+# In the tests' processes, as `pytest_runtest_setup` in this one: a CPU's fused kernels each need a C++ compiler.
+if sys.platform == "linux":
+    os.environ.setdefault("MLX_DISABLE_COMPILE", "1")
 # Each worker runs on one core, shared by MLX's thread and Python's: switching between cores took a third of the time.
 if (_worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_setaffinity"):
     with contextlib.suppress(OSError):
@@ -60,6 +64,15 @@ def _seeded():
 def pytest_runtest_setup():
     """`mx.compile` records, replays and fuses nothing: on a CPU a C++ compiler takes half a second for a kernel."""
     set_mode(ENABLED if mx.metal.is_available() else NO_FUSE)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_is_fused_behind_the_emulator():
+    """`mx.enable_compile`, which ends a block of `emulated`, returns to the mode of the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not mx.metal.is_available():
+            patch.setattr(mx, "enable_compile", partial(set_mode, NO_FUSE))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
