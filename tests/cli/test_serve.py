@@ -137,20 +137,21 @@ def flags(**changes):
 
 
 def test_one_model_or_several(tmp_path):
-    one = flags(models=("x",))
-    assert not serve._is_several(one)
-    assert one["model"] == "x"
-    assert serve._is_several(flags(models=("x", "y")))
-    assert serve._is_several(flags(models_dir=tmp_path))
-    for name, value in [("draft_model", "d"), ("mtp_path", "m"), ("draft_vocab", "v"), ("adapter_path", ("a",))]:
-        assert not serve._is_several(flags(**{name: value}))
-        with pytest.raises(click.UsageError, match=f"--{name.replace('_', '-')} belongs to one model"):
-            serve._is_several(flags(models=("x", "y"), **{name: value}))
-    with pytest.raises(click.UsageError, match="--max-memory: needs --models-dir"):
-        serve._is_several(flags(max_memory=1))
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(click.UsageError, match="is a model itself"):
-        serve._is_several(flags(models_dir=tmp_path))
+    with click.Context(serve.serve):
+        one = flags(models=("x",))
+        assert not serve._is_several(one)
+        assert one["model"] == "x"
+        assert serve._is_several(flags(models=("x", "y")))
+        assert serve._is_several(flags(models_dir=tmp_path))
+        for name, value in [("draft_model", "d"), ("mtp_path", "m"), ("draft_vocab", "v"), ("adapter_path", ("a",))]:
+            assert not serve._is_several(flags(**{name: value}))
+            with pytest.raises(click.UsageError, match=f"--{name.replace('_', '-')} belongs to one model"):
+                serve._is_several(flags(models=("x", "y"), **{name: value}))
+        with pytest.raises(click.UsageError, match="--max-memory: needs --models-dir"):
+            serve._is_several(flags(max_memory=1))
+        (tmp_path / "config.json").write_text("{}")
+        with pytest.raises(click.UsageError, match="is a model itself"):
+            serve._is_several(flags(models_dir=tmp_path))
 
 
 @pytest.mark.parametrize(
