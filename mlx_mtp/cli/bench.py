@@ -10,7 +10,7 @@ from click import IntRange, option
 
 from . import bench_options as shared
 from .bench_decode import compare, decode, parallel, profile, verify
-from .options import GIVEN
+from .options import GIVEN, typed
 from .together import check_command
 
 MOST_ROWS, USUAL_ROWS, QUICK_ROWS = 32, 8, 4
@@ -81,9 +81,7 @@ def kernels(**flags: Any) -> None:
 @option("--config", type=GIVEN, help="A model's config.json; 4 bits unless it states others.")
 @option("--context", type=IntRange(1), help="Tokens before the rows.  [default: 4096, or that of --measured]")
 @option("--measured", type=GIVEN, multiple=True, help="A result of bench decode, verify or profile; repeatable.")
-@option(
-    "--ranks", type=IntRange(1), default=1, help="Number of machines: also the traffic between them, over two links."
-)
+@typed("--ranks", IntRange(1), 1, "Number of machines: also the traffic between them, over two links.")
 @option("--block-rates", callback=partial(shared.numbers, float), help=BLOCK_RATES)
 @option("--head-rates", callback=partial(shared.numbers, float), help="The same for MTP heads.")
 @option("--quick", is_flag=True, help="Only verifies of 2 and 4 rows, and 3 and 7 drafts of a block.")
