@@ -140,20 +140,7 @@ def main(ctx: click.Context) -> None:
     check_command(ctx.invoked_subcommand)
 
 
-COMMANDS = (
-    generate,
-    chat,
-    cache_prompt,
-    convert,
-    draft_vocab,
-    bench,
-    doctor,
-    inspect,
-    models,
-    pull,
-    serve,
-    tune_heads,
-    verify_lossless,
-)
+COMMANDS = [generate, chat, cache_prompt, convert, draft_vocab, bench, doctor, inspect]
+COMMANDS += [models, pull, serve, tune_heads, verify_lossless]
 for command in COMMANDS:
     main.add_command(command)

@@ -7,18 +7,9 @@ from typing import Any
 import click
 from click import IntRange, option
 
+from . import bench_options as shared
 from .bench_decode import compare, decode, parallel, profile, verify
-from .bench_options import (
-    complete,
-    console,
-    draw,
-    finish,
-    picture_options,
-    report,
-    result_options,
-    run_options,
-)
-from .options import GIVEN
+from .options import GIVEN, typed
 from .together import check_command
 
 MOST_ROWS, USUAL_ROWS, QUICK_ROWS = 32, 8, 4
@@ -42,7 +33,7 @@ def bench(ctx: click.Context) -> None:
 @option("--op", help="Only this kernel, such as verify_qmm.")
 @option("--rows", type=IntRange(1, MOST_ROWS), help="Maximum number of rows M.  [default: 8, --quick 4]")
 @option("--emulate", is_flag=True, help="Count memory traffic on the CPU; needs no GPU.")
-@run_options
+@shared.run_options
 def kernels(**flags: Any) -> None:
     """Compare our kernels with stock MLX: bits and speed.
 
@@ -61,7 +52,7 @@ def kernels(**flags: Any) -> None:
     if not flags["emulate"] and not on_metal():
         raise click.UsageError("times need a Metal GPU, and this machine has none; --emulate counts memory traffic")
     rows = flags["rows"] or (QUICK_ROWS if flags["quick"] else USUAL_ROWS)
-    out = console(as_json=flags["as_json"])
+    out = shared.console(as_json=flags["as_json"])
     if flags["emulate"]:
         found: list[Any] = [*traffic(op, rows), *stock_traffic(op, rows)]
         out.print(traffic_table(found))
@@ -72,7 +63,7 @@ def kernels(**flags: Any) -> None:
         for each in (each for each in found if each["wrong"]):
             out.print("WRONG: {name}, M={rows}: {wrong}".format(**each), style="bold red")
     options = {"op": op, "rows": rows, "emulate": flags["emulate"], "rounds": flags["rounds"]}
-    finish(result.result("kernels", {"name": "kernels"}, options, found=found), flags)
+    shared.finish(result.result("kernels", {"name": "kernels"}, options, found=found), flags)
 
 
 @click.command("model")
@@ -81,11 +72,9 @@ def kernels(**flags: Any) -> None:
 @option("--config", type=GIVEN, help="A model's config.json; 4 bits unless it states others.")
 @option("--context", type=IntRange(1), help="Tokens before the rows.  [default: 4096, or that of --measured]")
 @option("--measured", type=GIVEN, multiple=True, help="A result of bench decode, verify or profile; repeatable.")
-@option(
-    "--ranks", type=IntRange(1), default=1, help="Number of machines: also the traffic between them, over two links."
-)
+@typed("--ranks", IntRange(1), 1, "Number of machines: also the traffic between them, over two links.")
 @option("--quick", is_flag=True, help="Only verifies of 2 and 4 rows.")
-@result_options
+@shared.result_options
 def model(**flags: Any) -> None:
     """Predict a model's byte floor and times on a chip.
 
@@ -98,7 +87,7 @@ def model(**flags: Any) -> None:
     from ..bench.roofline.tables import summary
 
     results = [result.read(file) for file in flags["measured"]]
-    with complete(flags["measured"]) if results else nullcontext():
+    with shared.complete(flags["measured"]) if results else nullcontext():
         name, of, context = flags["chip"], flags["model"], flags["context"] or CONTEXT
         if name is None:
             name = chips.find(results[0]["environment"]["chip"]) if results else chips.at_hand()
@@ -115,12 +104,12 @@ def model(**flags: Any) -> None:
         rows = (2, 4) if flags["quick"] else assemble.ROWS
         found = assemble.bench_model(subject, chip, context, rows, results, flags["ranks"])
     notes = ["no chip that is known: bytes only; name one with --chip"] if chip is None else []
-    report(found, flags, [*notes, *summary(found)])
+    shared.report(found, flags, [*notes, *summary(found)])
 
 
 @click.command("plot")
 @click.argument("files", nargs=-1, required=True, type=GIVEN)
-@picture_options
+@shared.picture_options
 def plot(files: tuple[Path, ...], **flags: Any) -> None:
     """Draw results of other commands as a picture or a page.
 
@@ -132,8 +121,8 @@ def plot(files: tuple[Path, ...], **flags: Any) -> None:
     if not flags["plot"] and not flags["html"]:
         raise click.UsageError("nothing to write: --plot PICTURE, --html PAGE, or both")
     found = [result.read(file) for file in files]
-    with complete(files):
-        draw(found, flags)
+    with shared.complete(files):
+        shared.draw(found, flags)
     for file in filter(None, (flags["plot"], flags["html"])):
         click.echo(f"wrote {file}")
 

@@ -10,7 +10,7 @@ from click import Choice, FloatRange, IntRange, option
 from . import bench_options as shared
 from .image_options import WithImages, image_options
 from .next_command import after_bench
-from .options import BITS, GIVEN, refuse
+from .options import BITS, GIVEN, refuse, typed
 
 SHOWN = 20  # maximum number of differing texts to list
 GRAMMAR = "FILE|builtin"
@@ -195,9 +195,7 @@ def verify(**flags: Any) -> None:
 @option("--context", type=IntRange(1), help="Pad the prompt to this number of tokens.")
 @option("--max-tokens", "-m", type=IntRange(2), help="Maximum tokens of the text.  [default: 128, --quick 48]")
 @option("--bandwidth", type=FloatRange(1e-3), help="The chip's bandwidth in GB/s.  [default: known, or measured]")
-@option(
-    "--capture", type=Choice(["prefill", "draft", "verify", "accept"]), help="Also write a GPU trace of this phase."
-)
+@typed("--capture", Choice(["prefill", "draft", "verify", "accept"]), None, "Also write a GPU trace of this phase.")
 @option("--capture-cycles", type=IntRange(1, 16), default=1, help="Number of cycles to trace, one file each.")
 @option("--capture-path", type=shared.WRITTEN, default=Path("mlx-mtp.gputrace"), help="Name of the trace file.")
 @shared.run_options

@@ -54,11 +54,8 @@ picture_options = options.options(
         metavar="HOST[:PORT]",
         help="Host from which pictures of requests may be downloaded; repeatable.  [default: none]",
     ),
-    option(
-        "--vision-cache",
-        default="512MB",
-        type=SIZE,
-        help="Maximum size of pictures' features that are kept, such as 512MB or 2GB.",
+    options.typed(
+        "--vision-cache", SIZE, "512MB", "Maximum size of pictures' features that are kept, such as 512MB or 2GB."
     ),
 )
 

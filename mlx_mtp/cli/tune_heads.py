@@ -8,7 +8,7 @@ import click
 from click import Choice, FloatRange, IntRange, option
 
 from .given_file import GivenFile, text_files
-from .options import check_place, checkpoint_options, checkpoint_path
+from .options import check_place, checkpoint_options, checkpoint_path, typed
 
 
 @click.command("tune-heads")
@@ -22,15 +22,8 @@ from .options import check_place, checkpoint_options, checkpoint_path
 @option("--epochs", type=FloatRange(0.01), default=4.0, help="Passes over the recorded text.")
 @option("--out", default="mtp.safetensors", callback=check_place, help="*.safetensors file to write, for --mtp-path.")
 @option("--new", is_flag=True, help="Make a new recycled head, initialised from the target's last layer.")
-@option(
-    "--depths", type=IntRange(1, 3), default=2, help="With --new: consecutive drafts that the head is trained for."
-)
-@option(
-    "--draft-vocab",
-    type=IntRange(0),
-    default=8192,
-    help="With --new: number of different tokens that it can draft; 0 is all.",
-)
+@typed("--depths", IntRange(1, 3), 2, "With --new: consecutive drafts that the head is trained for.")
+@typed("--draft-vocab", IntRange(0), 8192, "With --new: number of different tokens that it can draft; 0 is all.")
 @option(
     "--bits",
     type=Choice(["2", "3", "4", "5", "6", "8", "16"]),

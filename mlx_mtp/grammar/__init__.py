@@ -9,17 +9,5 @@ from .forms import Grammar, json, json_schema, lark, regex
 from .gate import Gate
 from .matcher import GrammarError, Matcher
 
-__all__ = [
-    "Constraint",
-    "Gate",
-    "Grammar",
-    "GrammarError",
-    "Matcher",
-    "compiled",
-    "is_compiled",
-    "json",
-    "json_schema",
-    "lark",
-    "regex",
-    "vocabulary_of",
-]
+__all__ = ["Constraint", "Gate", "Grammar", "GrammarError", "Matcher", "compiled", "is_compiled", "json"]
+__all__ += ["json_schema", "lark", "regex", "vocabulary_of"]

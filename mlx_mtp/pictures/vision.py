@@ -1,10 +1,9 @@
 """Encode the pictures of prompts for one model, and store their features."""
 
 import hashlib
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -24,12 +23,11 @@ LIMIT = 512_000_000  # bytes, by default
 
 
 class Features:
-    """Features [rows, H] by key; beyond `limit` bytes in all the least recently used unpinned ones are dropped."""
+    """Features [rows, H] by key; beyond `limit` bytes in all the least recently used ones are dropped."""
 
     def __init__(self, limit: int = LIMIT):
         self.limit = limit
         self._stored: OrderedDict[Hashable, mx.array] = OrderedDict()
-        self._pins: Counter[Hashable] = Counter()
 
     @property
     def nbytes(self) -> int:
@@ -43,36 +41,12 @@ class Features:
         return self._stored.get(key)
 
     def put(self, key: Hashable, rows: mx.array) -> None:
-        """Store features, and drop the least recently used unpinned ones beyond `limit` bytes in all.
-
-        Unpinned features that alone have more bytes are dropped at once.
-        """
+        """Store features, and drop the least recently used ones beyond `limit` bytes in all, also these alone."""
         self._stored[key] = rows
         self._stored.move_to_end(key)
-        self._trim()
-
-    @contextmanager
-    def pinned(self, keys: Iterable[Hashable]) -> Iterator[None]:
-        """Pin these keys until the `with` block ends: their features, stored before or inside it, are not dropped.
-
-        Blocks may overlap; a key is pinned until the last block with it ends.
-        """
-        keys = list(keys)
-        self._pins.update(keys)
-        try:
-            yield
-        finally:
-            self._pins.subtract(keys)
-            self._pins = +self._pins
-            self._trim()
-
-    def _trim(self) -> None:
-        """Drop the least recently used unpinned features while the stored ones have more than `limit` bytes."""
         size = self.nbytes
-        for key in [key for key in self._stored if key not in self._pins]:
-            if size <= self.limit:
-                return
-            size -= self._stored.pop(key).nbytes
+        while size > self.limit:
+            size -= self._stored.popitem(last=False)[1].nbytes
 
 
 class Tower(Protocol):
@@ -121,7 +95,7 @@ class Vision:
     ):
         """Read nothing: `open_pixels`, `read` and `fingerprint` are each called once, when first needed.
 
-        stored: maximum bytes of features that are kept; pinned ones may exceed it. Other arguments: see the class.
+        stored: maximum bytes of features that are kept. Other arguments: see the class.
         """
         self.mark, self.nbytes, self.summary, self.limits = mark, nbytes, summary, limits
         self.written = written or (mark,)
@@ -200,12 +174,8 @@ class Vision:
         return self._pixels.patches(picture.image.pixels, picture.grid)
 
     def keep_at_most(self, nbytes: int) -> None:
-        """Set the maximum bytes of stored features; it applies from the next features stored or unpinned on."""
+        """Set the maximum bytes of stored features; it applies from the next features stored on."""
         self._store.limit = nbytes
-
-    def pinned(self, pictures: Iterable[Picture]) -> AbstractContextManager[None]:
-        """Return a context in which features of these pictures, stored before or inside it, are not dropped."""
-        return self._store.pinned(Picture(picture.digest, picture.grid) for picture in pictures)
 
 
 def vision_of(model: Any) -> Vision:

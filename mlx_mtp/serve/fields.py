@@ -83,19 +83,16 @@ class ModelInfo:
         own = [name for name in self.names if name != "*"]
         return (*own, *(f"{name}:{adapter}" for name in own for adapter in self.adapters))
 
-    def has_name(self, name: str) -> bool:
-        """Return whether requests may use a name, with or without a final ":latest", which Ollama's clients add."""
-        return "*" in self.names or name in self.listed or name.removesuffix(LATEST) in self.listed
-
     def called(self, body: dict[str, Any]) -> str:
         """Return the model name in a request, by default the first of `names`.
 
-        Raises Refused: 404 for another model's name, 400 for a value that is no text.
+        Ollama's clients may add ":latest". Raises Refused: 404 for another model's name, 400 for a value that is no
+        text.
         """
         if body.get("model") is None:
             return self.name
         name = text(body, "model")
-        if not self.has_name(name):
+        if not ("*" in self.names or name in self.listed or name.removesuffix(LATEST) in self.listed):
             raise unknown_model(name, self.listed)
         return name
 

@@ -3,42 +3,20 @@
 from typing import Any
 
 from ..frames import frames_of
+from . import table
 from .call_format import CallFormat
 from .layouts import Layout, Parameter, rendered_layouts
-from .table import (
-    CODER,
-    DEEPSEEK,
-    DSML,
-    FUNCTION_GEMMA,
-    GEMMA_4,
-    GLM,
-    HARMONY,
-    HERMES,
-    KIMI_K2,
-    KIMI_K3,
-    LLAMA,
-    LONGCAT,
-    MINICPM,
-    MINIMAX,
-    MINIMAX_M3,
-    MISTRAL,
-    MUSE,
-    NAMESPACE,
-    PLAIN_JSON,
-    PYTHONIC,
-    PYTHONIC_PLAIN,
-    SOLAR,
-)  # fmt: skip
+from .table import NAMESPACE
 
 NAME, ARGUMENTS, PARAMETERS, ID = '{"name": "', '", "arguments": ', '", "parameters": ', ', "id": "call00000"}'
 BETWEEN = "}, " + NAME
 # fmt: off
 TAGS: dict[CallFormat, tuple[Layout, ...]] = {
-    CODER: (Layout(
+    table.CODER: (Layout(
         "<tool_call>\n<function=", ">\n", "</function>\n</tool_call>\n<tool_call>\n<function=",
         "</function>\n</tool_call>", parameter=Parameter("<parameter=", ">\n", "\n</parameter>\n"),
     ),),
-    GLM: (
+    table.GLM: (
         Layout(
             "<tool_call>", "\n", "</tool_call>\n<tool_call>", "</tool_call>",
             parameter=Parameter("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
@@ -48,31 +26,31 @@ TAGS: dict[CallFormat, tuple[Layout, ...]] = {
             parameter=Parameter("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
         ),
     ),
-    LONGCAT: (Layout(
+    table.LONGCAT: (Layout(
         "<longcat_tool_call>", "\n", "</longcat_tool_call>\n<longcat_tool_call>", "</longcat_tool_call>",
         parameter=Parameter(
             "<longcat_arg_key>", "</longcat_arg_key>\n<longcat_arg_value>", "</longcat_arg_value>\n",
         ),
     ),),
-    MINIMAX: (Layout(
+    table.MINIMAX: (Layout(
         '<minimax:tool_call>\n<invoke name="', '">\n', '</invoke>\n<invoke name="', "</invoke>\n</minimax:tool_call>",
         parameter=Parameter('<parameter name="', '">', "</parameter>\n"),
     ),),
-    MINIMAX_M3: (Layout(
+    table.MINIMAX_M3: (Layout(
         f'{NAMESPACE}<tool_call>\n{NAMESPACE}<invoke name="', '">',
         f'{NAMESPACE}</invoke>\n{NAMESPACE}<invoke name="', f"{NAMESPACE}</invoke>\n{NAMESPACE}</tool_call>",
         parameter=Parameter(f"{NAMESPACE}<", ">", NAMESPACE + "</{key}>"),
     ),),
-    MINICPM: (Layout(
+    table.MINICPM: (Layout(
         '<function name="', '">', '</function>\n<function name="', "</function>", python=True,
         parameter=Parameter('<param name="', '">', "</param>"),
     ),),
-    MUSE: (Layout(
+    table.MUSE: (Layout(
         '<atem:function_calls>\n<atem:invoke name="', '">\n', '</atem:invoke>\n<atem:invoke name="',
         "</atem:invoke>\n</atem:function_calls>",
         parameter=Parameter('<atem:parameter name="', '">', "</atem:parameter>\n"),
     ),),
-    KIMI_K3: tuple(
+    table.KIMI_K3: tuple(
         Layout(
             '<|open|>tools<|sep|><|open|>call tool="', '" index="1"<|sep|>',
             '<|close|>call<|sep|><|open|>call tool="', "<|close|>call<|sep|><|close|>tools<|sep|>",
@@ -82,7 +60,7 @@ TAGS: dict[CallFormat, tuple[Layout, ...]] = {
         )
         for other in ("", "json")
     ),
-    DSML: (Layout(
+    table.DSML: (Layout(
         '<｜DSML｜function_calls>\n<｜DSML｜invoke name="', '">\n', '</｜DSML｜invoke>\n<｜DSML｜invoke name="',
         "</｜DSML｜invoke>\n</｜DSML｜function_calls>", parameter=Parameter(
             '<｜DSML｜parameter name="', '" string="{type}">', "</｜DSML｜parameter>\n", ("true", "false"),
@@ -90,23 +68,23 @@ TAGS: dict[CallFormat, tuple[Layout, ...]] = {
     ),),
 }
 JSON: dict[CallFormat, tuple[Layout, ...]] = {
-    HERMES: (
+    table.HERMES: (
         Layout(f"<tool_call>\n{NAME}", ARGUMENTS, f"}}\n</tool_call>\n<tool_call>\n{NAME}", "}\n</tool_call>"),
         Layout(f"<tool_call>{NAME}", ARGUMENTS, f"}}</tool_call><tool_call>{NAME}", "}</tool_call>"),
     ),
-    LLAMA: (
+    table.LLAMA: (
         Layout(f"<|python_tag|>{NAME}", PARAMETERS, "}; " + NAME, "}<|eom_id|>", first="<|python_tag|>" + NAME),
         Layout(NAME, PARAMETERS, None, "}"),
     ),
-    MISTRAL: (
+    table.MISTRAL: (
         Layout("[TOOL_CALLS]", "[ARGS]", "[TOOL_CALLS]", ""),
         Layout(f"[TOOL_CALLS][{NAME}", ARGUMENTS, f"{ID}, {NAME}", f"{ID}]"),
     ),
-    KIMI_K2: (Layout(
+    table.KIMI_K2: (Layout(
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.", ":0<|tool_call_argument_begin|>",
         "<|tool_call_end|><|tool_call_begin|>functions.", "<|tool_call_end|><|tool_calls_section_end|>",
     ),),
-    DEEPSEEK: (
+    table.DEEPSEEK: (
         Layout(
             "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n",
             "\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
@@ -119,7 +97,7 @@ JSON: dict[CallFormat, tuple[Layout, ...]] = {
     ),
     **{
         marks: (Layout(f"{marks.start}[{NAME}", ARGUMENTS, BETWEEN, "}]" + marks.end),)
-        for marks in PLAIN_JSON if marks is not HERMES
+        for marks in table.PLAIN_JSON if marks is not table.HERMES
     },
 }
 # A call is in a channel of its own. The start of the message is missing where the prompt ends with it.
@@ -133,20 +111,22 @@ HARMONY_LAYOUTS = tuple(
 )
 # What may precede the calls of an answer that has no content.
 LEADS: dict[CallFormat, tuple[str, ...]] = {
-    SOLAR: ("<|begin|>assistant",),
-    MUSE: ("<|start|>assistant to={name}<|message|>",),
-    KIMI_K3: ("<|open|>response<|sep|><|close|>response<|sep|>",),
+    table.SOLAR: ("<|begin|>assistant",),
+    table.MUSE: ("<|start|>assistant to={name}<|message|>",),
+    table.KIMI_K3: ("<|open|>response<|sep|><|close|>response<|sep|>",),
 }
 DEFAULTS: dict[CallFormat, tuple[Layout, ...]] = {
     **TAGS,
     **JSON,
-    HARMONY: HARMONY_LAYOUTS,
-    GEMMA_4: (Layout("<|tool_call>call:", "{", "}<tool_call|><|tool_call>call:", "}<tool_call|>", separator=","),),
-    FUNCTION_GEMMA: (Layout(
+    table.HARMONY: HARMONY_LAYOUTS,
+    table.GEMMA_4: (
+        Layout("<|tool_call>call:", "{", "}<tool_call|><|tool_call>call:", "}<tool_call|>", separator=","),
+    ),
+    table.FUNCTION_GEMMA: (Layout(
         "<start_function_call>call:", "{", "}<end_function_call><start_function_call>call:", "}<end_function_call>",
         separator=",",
     ),),
-    **dict.fromkeys((PYTHONIC, PYTHONIC_PLAIN), (
+    **dict.fromkeys((table.PYTHONIC, table.PYTHONIC_PLAIN), (
         Layout("<|tool_call_start|>[", "(", "), ", ")]<|tool_call_end|>", separator=", ", python=True),
     )),
 }
@@ -158,7 +138,7 @@ def layouts_of(tokenizer: Any, format: CallFormat) -> tuple[Layout, ...]:
 
     HARMONY always has the defaults. Raises ValueError if neither is known.
     """
-    found = () if format == HARMONY else rendered_layouts(tokenizer, format)
+    found = () if format == table.HARMONY else rendered_layouts(tokenizer, format)
     found = found or DEFAULTS.get(format)
     if not found:
         raise ValueError(

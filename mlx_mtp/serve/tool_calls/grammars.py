@@ -142,7 +142,8 @@ class CallWriter:
         """
         start, offer, mark = layout.start, self._offer, _mark(layout, self._format)
         space, between = "", layout.between or ""
-        further = bool(between) and not offer.one and not self._ends_in(between)
+        ends = any(id in self._ends for id in self._rules.special_ids(between))
+        further = bool(between) and not offer.one and not ends
         if not offer.forced:
             start = start[start.index(mark) + len(mark) :]
             further = further and mark not in between
@@ -232,9 +233,6 @@ class CallWriter:
             bodies += [self._rules.literal(before + text[at : match.start()]), PATTERNS[match.lastgroup]]
             at, before = match.end(), ""
         return " ".join(filter(None, [*bodies, self._rules.literal(before + text[at:])]))
-
-    def _ends_in(self, text: str) -> bool:
-        return any(id in self._ends for id in self._rules.special_ids(text))
 
     def _without_end(self, text: str) -> str:
         """Return a text without the tokens at its end that end an answer: they need no rule."""

@@ -179,19 +179,15 @@ class Structures:
         members = []
         if missing := required - set(properties):
             raise ValueError(f"required: {sorted(missing)[0]!r} is not among the properties")
-        for key, inner in self.ordered(properties):
+        for key in sorted(properties, key=str.lower) if self.by_key else properties:
             before, after = self._tag(key) if nested else (self._key(key), "")
             literal = self.rules.literal(before) if nested or gemma else before
-            members.append((f"{literal} {self._inside().value(inner, after)}", key in required))
+            members.append((f"{literal} {self._inside().value(properties[key], after)}", key in required))
         free = ""
         if extra is not False and not nested:
             free = f"{self._free_key(list(properties))} {self._inside().value({} if extra is True else extra)}"
         inner = sequence(self.rules, members, "" if nested else self._separator(","), free)
         return inner if nested else f'"{{" {inner} "}}"'
-
-    def ordered(self, properties: Schema) -> list[tuple[str, Any]]:
-        """Return (key, schema) of an object's members in the order in which they are written."""
-        return sorted(properties.items(), key=lambda each: each[0].lower()) if self.by_key else [*properties.items()]
 
     def _separator(self, sign: str) -> str:
         if self.style.kind == "gemma":
