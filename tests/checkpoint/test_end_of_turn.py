@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.tokenizer_utils import load as load_tokenizer
+from thinking import plain_tokenizer
 from turn_templates import END_OF_TEXT, ENDED, NOT_ENDED
 
 from mlx_mtp.checkpoint import end_of_turn
@@ -23,7 +23,7 @@ def isolated(monkeypatch):
 
 
 def tokenizer_of(template, special, ends=(END_OF_TEXT,), bos="<|bos|>"):
-    plain = load_tokenizer(demo_path())._tokenizer
+    plain = plain_tokenizer()
     plain.add_special_tokens(
         {"additional_special_tokens": [*special, bos, *ends], "bos_token": bos, "eos_token": ends[0]}
     )

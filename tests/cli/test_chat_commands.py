@@ -1,5 +1,6 @@
 """Run the commands of `mlx-mtp chat` through a pipe, and what a terminal adds to them."""
 
+import copy
 import io
 import json
 from dataclasses import replace
@@ -10,14 +11,14 @@ import pytest
 from command_line import call
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
+from thinking import thinks
+from typed_lines import chat_of, typed
 
 import mlx_mtp
 from mlx_mtp.cli import conversation
-from mlx_mtp.cli.chat_commands import COMMANDS, completions, execute, named_file
+from mlx_mtp.cli.chat_commands import COMMANDS, completions, named_file
 from mlx_mtp.cli.chat_settings import NAMES, change, settings
-from mlx_mtp.cli.conversation import Chat
 from mlx_mtp.cli.line_editor import CommandCompleter, kept_history
-from mlx_mtp.cli.terminal import MessageReader
 from mlx_mtp.demo import demo_path
 from mlx_mtp.session import ChatSession
 
@@ -31,41 +32,39 @@ def demo_model():
 
 @pytest.fixture
 def chat(demo_model, monkeypatch):
-    """A chat without a terminal, of an empty conversation."""
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
-    session = ChatSession(*demo_model, max_tokens=4)
-    return Chat(session, MessageReader(interactive=False, values={}), execute, name="", quiet=True, penalties={})
+    return chat_of(demo_model, 4)
 
 
 def test_retry_and_edit_replace_the_last_turn(chat, capsys):
     for text in (OTHER, QUESTION):
-        chat._message(text, edits=False)
+        typed(chat, text)
     first = chat.session.messages
-    chat._command("/retry")
+    typed(chat, "/retry")
     assert chat.session.messages == first  # greedy
-    chat._command("/edit", OTHER)
+    typed(chat, f"/edit {OTHER}")
     assert [m["content"] for m in chat.session.messages if m["role"] == "user"] == [OTHER, OTHER]
     assert chat.session.answers == 4
     assert "error" not in capsys.readouterr().err
-    chat._command("/edit")
+    typed(chat, "/edit")
     assert "no terminal to edit in" in capsys.readouterr().err
 
 
 def test_a_retry_repeats_the_prompt_of_a_given_cache_once(chat):
     chat.session._prefix_text = "About Python. "
-    chat._message(QUESTION, edits=False)
+    typed(chat, QUESTION)
     before = chat.session.messages
-    chat._command("/retry")
+    typed(chat, "/retry")
     assert chat.session.messages == before
     assert chat.session.last_message == QUESTION
     assert before[0]["content"] == "About Python. " + QUESTION
 
 
 def test_a_retry_without_an_answer_changes_nothing(chat, monkeypatch):
-    chat._message(QUESTION, edits=False)
+    typed(chat, QUESTION)
     before = chat.session.messages
     monkeypatch.setattr(chat.session, "ask", lambda *_: (each for each in ()))
-    chat._command("/retry")
+    typed(chat, "/retry")
     assert chat.session.messages == before
 
 
@@ -74,9 +73,9 @@ def test_a_file_goes_with_the_next_message_only(chat, tmp_path):
     file.write_text("```\ncode\n```\n")
     for name in (str(file), f"'{file}'", str(file).replace(" ", "\\ ")):
         assert named_file(name, "/file") == file
-    chat._command("/file", f"'{file}'")
-    chat._message(QUESTION, edits=False)
-    chat._message(OTHER, edits=False)
+    typed(chat, f"/file '{file}'")
+    typed(chat, QUESTION)
+    typed(chat, OTHER)
     sent = [m["content"] for m in chat.session.messages if m["role"] == "user"]
     assert sent == [f"two words.py:\n````\n```\ncode\n```\n````\n\n{QUESTION}", OTHER]
 
@@ -88,7 +87,7 @@ def test_errors_are_one_line(chat, tmp_path, capsys):
     lines = ["/retry", "/edit", "/copy", "/file", f"/file {binary}", f"/file {folder}", "/file nothing", "/set x 1"]
     lines += ["/set top_p 2", "/set seed 1.5", "/set temp nan", "/set repetition_penalty -1", "/load nothing", "/wat"]
     for line in lines:
-        chat._command(*line.split(None, 1))
+        typed(chat, line)
     out, err = capsys.readouterr()
     assert out == ""
     found = err.splitlines()
@@ -103,9 +102,9 @@ def test_errors_are_one_line(chat, tmp_path, capsys):
 def test_options_that_are_set_change_later_answers(chat, capsys):
     def answer(*commands):
         for command in commands:
-            chat._command("/set", command)
+            typed(chat, f"/set {command}")
         chat.session.reset()
-        chat._message(QUESTION, edits=False)
+        typed(chat, QUESTION)
         return chat.session.messages[-1]["content"]
 
     plain = answer("max_tokens 24", "seed 0")
@@ -126,30 +125,29 @@ def test_every_option_is_shown_and_can_be_set(chat):
 
 def test_a_file_is_replaced_only_after_yes(chat, tmp_path, monkeypatch, capsys):
     file = tmp_path / "talk.json"
-    chat._message(OTHER, edits=False)
-    chat._command("/save", str(file))
-    chat._message(OTHER, edits=False)
-    chat._command("/save", str(file))
+    typed(chat, OTHER)
+    typed(chat, f"/save {file}")
+    typed(chat, OTHER)
+    typed(chat, f"/save {file}")
     assert len(json.loads(file.read_text())["messages"]) == 2
     assert "was not replaced" in capsys.readouterr().err
     chat.interactive = True
     for answer, kept in (("\n", 2), ("n\n", 2), ("yes\n", 4)):
         monkeypatch.setattr("sys.stdin", SimpleNamespace(readline=lambda answer=answer: answer))
-        chat._command("/save", str(file))
+        typed(chat, f"/save {file}")
         assert len(json.loads(file.read_text())["messages"]) == kept
 
 
 @pytest.mark.parametrize(("limit", "reason"), [(-1, "the context of 40 tokens is full"), (3, "cut at 3 tokens")])
-def test_an_answer_that_a_limit_ends_has_a_notice(chat, monkeypatch, limit, reason):
-    notes = []
-    monkeypatch.setattr(chat, "_note", notes.append)
+def test_an_answer_that_a_limit_ends_has_a_notice(chat, monkeypatch, capsys, limit, reason):
+    chat.quiet = False
     monkeypatch.setattr(ChatSession, "positions", 40)
     chat.session.change(max_tokens=limit)
-    chat._message(QUESTION, edits=False)
-    assert [note for note in notes if reason in note]
+    typed(chat, QUESTION)
+    assert reason in capsys.readouterr().err
     if limit == -1:
         assert len(chat.session.cache.tokens) in (39, 40)
-        chat._message(QUESTION, edits=False)  # an error, not an endless answer
+        typed(chat, QUESTION)  # an error, not an endless answer
         assert len(chat.session.messages) == 2
 
 
@@ -157,12 +155,12 @@ def test_the_last_answer_is_copied(chat, monkeypatch, tmp_path, capsys):
     program = tmp_path / "pbcopy"
     program.write_text(f"#!/bin/sh\ncat > {tmp_path}/copied\n")
     program.chmod(0o755)
-    chat._message(QUESTION, edits=False)
+    typed(chat, QUESTION)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    chat._command("/copy")
+    typed(chat, "/copy")
     assert (tmp_path / "copied").read_text() == chat.session.messages[-1]["content"]
     program.write_text("#!/bin/sh\nexit 3\n")
-    chat._command("/copy")
+    typed(chat, "/copy")
     assert "/copy: pbcopy failed" in capsys.readouterr().err
 
 
@@ -196,19 +194,16 @@ def test_history_is_kept_for_the_user_alone(tmp_path, monkeypatch):
     assert Path(file).is_dir()
 
 
-def test_reasoning_is_separated_in_a_terminal(chat, monkeypatch):
+def test_reasoning_is_separated_in_a_terminal(chat, monkeypatch, capsys):
     """Also if the template opened it; the notice of a limit then names it."""
-    tokenizer = chat.session.tokenizer
-    seen, notes = [], []
+    tokenizer = chat.session.tokenizer = copy.copy(chat.session.tokenizer)
+    seen = []
     view = SimpleNamespace(add=lambda text, reasoning: seen.append((text, reasoning)), close=lambda: None)
     monkeypatch.setattr("mlx_mtp.cli.markdown_view.MarkdownView", lambda: view)
     monkeypatch.setattr(conversation, "unstyled", lambda: False)
     monkeypatch.setattr(conversation, "hidden_typing", conversation.contextlib.nullcontext)
-    monkeypatch.setattr(chat, "_note", notes.append)
-    for name, value in {"_think_start": "<think>", "_think_end": "</think>", "_think_start_tokens": (2047,)}.items():
-        monkeypatch.setattr(tokenizer, name, value, raising=False)
-    monkeypatch.setattr(tokenizer, "_think_end_tokens", (2046,), raising=False)
-    chat.interactive = True
+    thinks(tokenizer, (2047,), (2046,))
+    chat.interactive, chat.quiet = True, False
     ask = chat.session.ask
 
     def answered(texts):
@@ -219,16 +214,16 @@ def test_reasoning_is_separated_in_a_terminal(chat, monkeypatch):
         return asked
 
     monkeypatch.setattr(chat.session, "ask", answered(["<thi", "nk>a</think>", "b"]))
-    chat._message(OTHER, edits=False)
+    typed(chat, OTHER)
     assert "".join(text for text, reasoning in seen if reasoning) == "a"
     assert "".join(text for text, reasoning in seen if not reasoning) == "b"
     seen.clear()
-    prompt, _ = chat.session._tokens([{"role": "user", "content": OTHER}])
-    monkeypatch.setattr(tokenizer, "_think_start_tokens", tuple(prompt[-1:]))  # the template opens it
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": OTHER}], add_generation_prompt=True)
+    thinks(tokenizer, tuple(prompt[-1:]), (2046,))  # the template opens it
     monkeypatch.setattr(chat.session, "ask", answered(["a", "b", "c", "d"]))
-    chat._message(OTHER, edits=False)
+    typed(chat, OTHER)
     assert {reasoning for _, reasoning in seen} == {True}
-    assert any("during its reasoning" in note for note in notes)
+    assert "during its reasoning" in capsys.readouterr().err
 
 
 def test_sampling_defaults_are_the_checkpoints(tmp_path):
@@ -247,5 +242,5 @@ def test_sampling_defaults_are_the_checkpoints(tmp_path):
 
 
 def test_help_lists_every_command(chat, capsys):
-    chat._command("/help")
+    typed(chat, "/help")
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*COMMANDS, "/exit"]

@@ -8,12 +8,11 @@ import seeing
 from command_line import call, one_line_error
 from picture_requests import noise
 from PIL import Image
+from typed_lines import chat_of, typed
 
 import mlx_mtp
-from mlx_mtp.cli.chat_commands import completions, execute, named_files
-from mlx_mtp.cli.conversation import Chat
+from mlx_mtp.cli.chat_commands import completions, named_files
 from mlx_mtp.cli.image_options import spread
-from mlx_mtp.cli.terminal import MessageReader
 from mlx_mtp.demo import demo_path
 from mlx_mtp.lossless import check, prompts
 from mlx_mtp.session import ChatSession
@@ -152,8 +151,7 @@ def test_bench_decode_times_our_loops_after_pictures(place):
 @pytest.fixture
 def chat(model, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
-    session = ChatSession(*model, max_tokens=3)
-    return Chat(session, MessageReader(interactive=False, values={}), execute, name="", quiet=True, penalties={})
+    return chat_of(model, 3)
 
 
 def pictures_of(chat):
@@ -177,72 +175,72 @@ def test_a_name_with_a_quote_is_one_file(tmp_path):
 
 
 def test_pictures_go_with_the_next_message_only(chat, place, capsys):
-    chat._command("/image", f"{place}/a.png")
-    chat._command("/image", f"'{place}/two words.png' {place}/a.png")
+    typed(chat, f"/image {place}/a.png")
+    typed(chat, f"/image '{place}/two words.png' {place}/a.png")
     assert "3 pictures will go with the next message" in capsys.readouterr().out
-    chat._message("What?", edits=False)
-    chat._message("And?", edits=False)
+    typed(chat, "What?")
+    typed(chat, "And?")
     assert pictures_of(chat) == [3, 0, 0, 0]
-    chat._command("/image", f"{place}/a.png")
-    chat._command("/reset")
-    chat._message("What?", edits=False)
+    typed(chat, f"/image {place}/a.png")
+    typed(chat, "/reset")
+    typed(chat, "What?")
     assert pictures_of(chat) == [0, 0]
 
 
 def test_retry_and_edit_keep_the_pictures(chat, place):
-    chat._command("/image", f"{place}/a.png")
-    chat._message("What?", edits=False)
+    typed(chat, f"/image {place}/a.png")
+    typed(chat, "What?")
     first = chat.session.messages
-    chat._command("/retry")
+    typed(chat, "/retry")
     assert chat.session.messages == first
-    chat._command("/edit", "Which?")
+    typed(chat, "/edit Which?")
     assert pictures_of(chat) == [1, 0]
     assert chat.session.last_message == "Which?"
 
 
 def test_a_wrong_picture_leaves_the_conversation_unchanged(chat, place, capsys):
     for argument in ("", str(place), f"{place}/none.png", "http://example.org/a.png"):
-        chat._command("/image", argument)
+        typed(chat, f"/image {argument}")
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 4
     assert all(line.startswith("error: ") for line in errors)
     runtime = chat.session.model.runtime
     runtime.vision, runtime.blind, vision = None, "no tower for pictures", runtime.vision
     try:
-        chat._command("/image", f"{place}/a.png")
+        typed(chat, f"/image {place}/a.png")
     finally:
         runtime.vision, runtime.blind = vision, ""
     assert capsys.readouterr().err == "error: no tower for pictures\n"
-    chat._message("What?", edits=False)
+    typed(chat, "What?")
     assert pictures_of(chat) == [0, 0]
 
 
 def test_a_saved_conversation_has_its_pictures(chat, place, tmp_path):
-    chat._command("/image", f"{place}/a.png")
-    chat._message("What?", edits=False)
+    typed(chat, f"/image {place}/a.png")
+    typed(chat, "What?")
     before = chat.session.messages
-    chat._command("/save", str(tmp_path / "talk.json"))
-    chat._message("And?", edits=False)
+    typed(chat, f"/save {tmp_path}/talk.json")
+    typed(chat, "And?")
     continued = chat.session.messages
-    chat._command("/load", str(tmp_path / "talk.json"))
+    typed(chat, f"/load {tmp_path}/talk.json")
     assert chat.session.messages == before
-    chat._message("And?", edits=False)
+    typed(chat, "And?")
     assert chat.session.messages == continued
-    chat._command("/retry")
+    typed(chat, "/retry")
 
 
 def test_damaged_pictures_of_a_saved_conversation_are_one_line(chat, place, tmp_path, capsys):
-    chat._message("What?", edits=False)
+    typed(chat, "What?")
     before = chat.session.messages
     for pictures in ("a", ["a.png"], [5], ["data:image/png;base64,AAAA"], [f"file://{place}/a.png"], [None]):
         file = tmp_path / "talk.json"
         messages = [{"role": "user", "content": "a", "pictures": pictures}, {"role": "assistant", "content": "b"}]
         file.write_text(json.dumps(messages))
-        chat._command("/load", str(file))
+        typed(chat, f"/load {file}")
         assert "message 1" in capsys.readouterr().err
         assert chat.session.messages == before
     file.write_text(json.dumps([messages[0] | {"pictures": []}, messages[1] | {"pictures": []}]))
-    chat._command("/load", str(file))
+    typed(chat, f"/load {file}")
     assert "message 2" in capsys.readouterr().err
 
 

@@ -1,10 +1,10 @@
 """Continue an unfinished last answer: the prompt ends with its text, and the new answer starts after it."""
 
 import pytest
-from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, NaiveStreamingDetokenizer, TokenizerWrapper, load
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, NaiveStreamingDetokenizer, TokenizerWrapper
+from thinking import plain_tokenizer, thinks
 
 from mlx_mtp.decoding.stats import Stats
-from mlx_mtp.demo import demo_path
 from mlx_mtp.generate import text_response
 from mlx_mtp.serve.continued import Continuation, finished
 from mlx_mtp.serve.prompts import encode_chat, marks_of
@@ -30,11 +30,9 @@ ASSISTANT = "<|im_start|>assistant\n"
 
 @pytest.fixture(scope="module")
 def encoded():
-    plain = load(demo_path())._tokenizer
+    plain = plain_tokenizer()
     tokenizer = TokenizerWrapper(plain)
-    tokenizer._think_start, tokenizer._think_end = "<think>", "</think>"
-    marks = [tuple(plain.encode(mark, add_special_tokens=False)) for mark in ("<think>", "</think>")]
-    tokenizer._think_start_tokens, tokenizer._think_end_tokens = marks
+    thinks(tokenizer)
 
     def encode(template, last, **how):
         plain.chat_template = template
@@ -102,7 +100,7 @@ def test_an_answer_is_joined_with_the_unfinished_one():
 @pytest.mark.parametrize("detokenizer", [BPEStreamingDetokenizer, NaiveStreamingDetokenizer])
 @pytest.mark.parametrize("rest", [" two", "  two", "two", "\n two", " "])
 def test_spaces_before_the_rest_stay(detokenizer, rest):
-    tokenizer = TokenizerWrapper(load(demo_path())._tokenizer, detokenizer)
+    tokenizer = TokenizerWrapper(plain_tokenizer(), detokenizer)
     prompt, tokens = (tokenizer.encode(text, add_special_tokens=False) for text in ("one ", rest + " end"))
     found, continuation, streaming = "", Continuation(tokenizer, prompt), tokenizer.detokenizer
     for i, token in enumerate(tokens):
@@ -112,7 +110,7 @@ def test_spaces_before_the_rest_stay(detokenizer, rest):
 
 
 def test_line_breaks_before_the_rest_are_returned_once():
-    continuation = Continuation(TokenizerWrapper(load(demo_path())._tokenizer), [5])
+    continuation = Continuation(TokenizerWrapper(plain_tokenizer()), [5])
     assert [continuation.line_breaks(text) for text in ("\n", "\n\na\n", "\nb")] == ["\n", "\n\n", ""]
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from mlx_lm.tokenizer_utils import TokenizerWrapper, load
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from thinking import plain_tokenizer, thinks
 
-from mlx_mtp.demo import demo_path
 from mlx_mtp.serve import field_table, messages, responses, thinking
 from mlx_mtp.serve.chat import messages_of
 from mlx_mtp.serve.contents import ENCRYPTED as ENCRYPTED_TEXT
@@ -145,9 +145,9 @@ ON = [{"enable_thinking": True}, {"thinking": {"type": "enabled", "budget_tokens
 
 @pytest.fixture
 def info():
-    plain = load(demo_path())._tokenizer
+    plain = plain_tokenizer()
     tokenizer = TokenizerWrapper(plain)
-    tokenizer._think_start, tokenizer._think_end = "<think>", "</think>"
+    thinks(tokenizer)
 
     def use(template, options=None):
         plain.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}" + template

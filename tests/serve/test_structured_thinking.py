@@ -9,11 +9,10 @@ import tiny
 from compile_mode import NO_FUSE, set_mode
 from dictated import ONE_LAYER
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
-from mlx_lm.tokenizer_utils import load as load_tokenizer
 from served import serving
+from thinking import plain_tokenizer, thinks
 
 import mlx_mtp
-from mlx_mtp.demo import demo_path
 from mlx_mtp.serve.server import Loaded
 
 TEMPLATE = (
@@ -59,13 +58,11 @@ def client(tmp_path_factory, framed):
 
     def load():
         set_mode(NO_FUSE)
-        model, plain = mlx_mtp.load_model(path), load_tokenizer(demo_path())._tokenizer
+        model, plain = mlx_mtp.load_model(path), plain_tokenizer()
         plain.chat_template = FRAMED if framed else TEMPLATE
         tokenizer = TokenizerWrapper(plain, BPEStreamingDetokenizer)
         if not framed:
-            encoded = [tuple(plain.encode(mark, add_special_tokens=False)) for mark in ("<think>", "</think>")]
-            tokenizer._think_start, tokenizer._think_end = "<think>", "</think>"
-            tokenizer._think_start_tokens, tokenizer._think_end_tokens = encoded
+            thinks(tokenizer)
         options["logits_processors"] = [Dictated(tokenizer)]
         return Loaded(model, tokenizer, {}, {})
 

@@ -7,12 +7,11 @@ import mlx.core as mx
 import tiny
 from compile_mode import NO_FUSE, set_mode
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
-from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.tool_parsers import json_tools
 from served import serving
+from thinking import plain_tokenizer, thinks
 
 import mlx_mtp
-from mlx_mtp.demo import demo_path
 from mlx_mtp.serve.server import Loaded
 
 TEMPLATE = (
@@ -58,12 +57,11 @@ def dictated(tmp_path_factory, drafts=1):
 
     def load():
         set_mode(NO_FUSE)
-        model, plain = mlx_mtp.load_model(path), load_tokenizer(demo_path())._tokenizer
+        model, plain = mlx_mtp.load_model(path), plain_tokenizer()
         plain.chat_template = TEMPLATE
         marks = ("<tool_call>", "</tool_call>", json_tools.parse_tool_call)
         tokenizer = TokenizerWrapper(plain, BPEStreamingDetokenizer, None, None, *marks)
-        tokenizer._think_start, tokenizer._think_end = "<think>", "</think>"
-        tokenizer._think_start_tokens, tokenizer._think_end_tokens = (1, 1, 1), (1, 1, 1, 1)
+        thinks(tokenizer, (1, 1, 1), (1, 1, 1, 1))
         options["logits_processors"] = [Dictated(tokenizer)]
         return Loaded(model, tokenizer, {}, {})
 

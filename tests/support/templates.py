@@ -11,9 +11,7 @@ import os
 from pathlib import Path
 
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper, _infer_tool_parser
-from mlx_lm.tokenizer_utils import load as load_tokenizer
-
-from mlx_mtp.demo import demo_path
+from thinking import plain_tokenizer
 
 TOOLS = "{% if tools %}{% for t in tools %}{{ t | tojson ~ '\\n' }}{% endfor %}{% endif %}"
 DESCRIBED = (
@@ -97,7 +95,7 @@ def all_templates():
 @functools.cache
 def _tokenizer():
     """The demo's tokenizer, with a token at the beginning that templates may write."""
-    plain = load_tokenizer(demo_path())._tokenizer
+    plain = plain_tokenizer()
     plain.bos_token = "<|endoftext|>"
     return plain
 
