@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.activations import swiglu
 from mlx_lm.models.base import scaled_dot_product_attention
-from mlx_lm.models.qwen3 import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
 from .block_mask import Reach, block_mask
@@ -139,6 +139,18 @@ class BlockAttention(nn.Module):
         return mx.unflatten(x, -1, (-1, self.head_dim)).swapaxes(1, 2)
 
 
+class BlockMLP(nn.Module):
+    """An MLP: down(swiglu(gate(x), up(x)))."""
+
+    def __init__(self, width: int, inner: int):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self["down_proj"](swiglu(self["gate_proj"](x), self["up_proj"](x)))
+
+
 class BlockLayer(nn.Module):
     """A pre-norm decoder layer.
 
@@ -150,7 +162,7 @@ class BlockLayer(nn.Module):
         width = shape.hidden_size
         self.input_layernorm, self.post_attention_layernorm = (nn.RMSNorm(width, shape.eps) for _ in range(2))
         self.self_attn = BlockAttention(shape, reach)
-        self.mlp = MLP(width, shape.intermediate_size)
+        self.mlp = BlockMLP(width, shape.intermediate_size)
         if shape.conv:
             self.attention_conv, self.mlp_conv = (DynamicConv(width, *shape.conv) for _ in range(2))
 
