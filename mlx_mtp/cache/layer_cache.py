@@ -72,11 +72,8 @@ class LayerCache:
         """RoPE position of the next row, an int or int32 [1]; in a call that reads a picture `axes`, int32 [3, L]."""
         if self.axes is not None:
             return self.axes
-        return (
-            self.offset
-            if isinstance(self.shift, int) and not self.shift
-            else self.once(moved, self.offset, self.shift)
-        )
+        unmoved = isinstance(self.shift, int) and not self.shift
+        return self.offset if unmoved else self.once(moved, self.offset, self.shift)
 
     @property
     def trims(self) -> bool:

@@ -61,12 +61,8 @@ def cut(cache: PromptCache, rows: tuple[int, int], heads: tuple[int, int]) -> li
     rows: the range of the target's caches. heads: that of the heads' caches.
     """
     spans = [rows] * len(cache.layers) + [heads] * len(cache.heads)
-    return packed_rows(
-        [
-            tuple(part[:, :, a:b] for part in c.parts) if has_rows(c) and a < b else ()
-            for c, (a, b) in zip(cache.caches, spans, strict=True)
-        ]
-    )
+    each = zip(cache.caches, spans, strict=True)
+    return packed_rows([tuple(p[:, :, a:b] for p in c.parts) if has_rows(c) and a < b else () for c, (a, b) in each])
 
 
 def packed_rows(rows: list[Parts]) -> list[Parts]:

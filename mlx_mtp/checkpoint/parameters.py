@@ -193,10 +193,8 @@ def expected(model: Any, contents: Contents, path: Path, names: Iterable[str]) -
             for known in model.renamed(raw):
                 alike.setdefault(layerless(known), (file, raw, known))
     return [
-        _of_layer(name, *alike[layerless(name)])
-        if layerless(name) in alike
-        else _by_name(model, contents, path, name)
-        for name in names
+        _of_layer(n, *alike[layerless(n)]) if layerless(n) in alike else _by_name(model, contents, path, n)
+        for n in names
     ]
 
 

@@ -66,11 +66,9 @@ class PerHead(Site):
         n, rows, heads, _ = x.shape
         how = {"heads_first": self.heads_first, "split": split}
         y = verify_qmm_heads(x.reshape(1, n * rows, heads, -1), self.weights, **how)
-        return (
-            y.reshape(heads, n, rows, -1).swapaxes(0, 1)
-            if self.heads_first
-            else y.reshape(n, rows, heads, -1).swapaxes(1, 2)
-        )
+        if self.heads_first:
+            return y.reshape(heads, n, rows, -1).swapaxes(0, 1)
+        return y.reshape(n, rows, heads, -1).swapaxes(1, 2)
 
     def splits(self, rows: int) -> bool:
         return splits(rows)

@@ -115,6 +115,11 @@ class MTPSpec:
         return replace(self, **changes)
 
 
+def pairs(names: str) -> tuple[tuple[str, str], ...]:
+    """Return pairs from text such as "a=x b": (("a", "x"), ("b", "b"))."""
+    return tuple((a, b or a) for a, _, b in (name.partition("=") for name in names.split()))
+
+
 def checked_layers(capture: Any, num_hidden_layers: int) -> tuple[int, ...]:
     """Return the numbers of layers after which an external drafter reads the target, as a tuple.
 

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from ..cache.layer_cache import CacheKind
 from .lm_head import Rows, head_on, logits_of
 from .mtp_head import MTPHead
-from .mtp_spec import MTPSpec
+from .mtp_spec import MTPSpec, pairs
 from .prompt_rows import NO_ROWS, PromptRows
 from .runtime import HasRuntime, Runtime
 from .three_axes import add_axes, on_axes
@@ -22,12 +22,7 @@ Tensors = dict[str, mx.array]  # by checkpoint name or by parameter path
 
 # An MTP head's tensors under the names of DeepSeek and its derivatives.
 BLOCK_TENSORS = tuple((n, f"block.{n}") for n in ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"))
-NEXTN_TENSORS = (
-    *((n, n) for n in ("enorm", "hnorm", "eh_proj", "embed_tokens")),
-    ("shared_head.norm", "norm"),
-    ("shared_head.head", "head"),
-    *BLOCK_TENSORS,
-)
+NEXTN_TENSORS = pairs("enorm hnorm eh_proj embed_tokens shared_head.norm=norm shared_head.head=head") + BLOCK_TENSORS
 # One layer of the trunk's kind after the trunk, which reads its own output: the heads of DeepSeek and GLM.
 NEXTN = MTPSpec(head="shared_or_own", embedding="shared_or_own", tensors=NEXTN_TENSORS)
 # The layout of heads that `mlx-mtp tune-heads --new` makes for any family: one recycled layer like the target's last

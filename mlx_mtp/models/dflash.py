@@ -13,7 +13,7 @@ from typing import Any
 from ..layers.block_drafter import BlockNetwork, BlockShape
 from ..layers.block_mask import Reach
 from ..layers.block_parts import MarkovHead
-from ..layers.mtp_spec import MTPSpec, checked_layers
+from ..layers.mtp_spec import MTPSpec, checked_layers, pairs
 from .config.rope import Rope, scaled
 
 ACCEPTED = (
@@ -31,12 +31,10 @@ SPEC = MTPSpec(
     embedding="shared_or_own",
     prefix=r"(?:model\.)?",
     numbered="zero",
-    tensors=(
-        *ENCODER,
-        *NAMED_CODEBOOKS,
-        *((n, n) for n in ("fc", "hidden_norm", "layers", "norm", "candidate_selector", "markov_head")),
-        *((n, n) for n in ("confidence_head", "embed_tokens", "d2t")),
-        ("lm_head", "head"),
+    tensors=ENCODER
+    + NAMED_CODEBOOKS
+    + pairs(
+        "fc hidden_norm layers norm candidate_selector markov_head confidence_head embed_tokens d2t lm_head=head"
     ),
 )
 SPECULATORS = "speculators_model_type"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..layers.mtp_head import EagleHead
-from ..layers.mtp_spec import MTPSpec, checked_layers
+from ..layers.mtp_spec import MTPSpec, checked_layers, pairs
 from .config.normalize import normalize
 from .config.rope_modules import apply_rope
 
@@ -30,11 +30,9 @@ SPEC = MTPSpec(
     embedding="shared_or_own",
     prefix=r"(?:model\.)?",
     numbered="zero",
-    tensors=(
-        *((f"{layer}.hidden_norm", "hidden_norm") for layer in ("midlayer", "layers.0")),
-        *((layer, "block") for layer in ("midlayer", "layers.0")),
-        *((n, n) for n in ("fc", "fc_norm", "input_norm", "norm", "embed_tokens", "d2t")),
-        ("lm_head", "head"),
+    tensors=pairs(
+        "midlayer.hidden_norm=hidden_norm layers.0.hidden_norm=hidden_norm midlayer=block layers.0=block "
+        "fc fc_norm input_norm norm embed_tokens d2t lm_head=head"
     ),
 )
 

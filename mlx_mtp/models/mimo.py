@@ -8,7 +8,7 @@ Sources: vLLM `mimo_mtp.py`, the checkpoint's own `modeling_mimo.py` (MiMoMTPLay
 import mlx.nn as nn
 from mlx_lm.models import mimo
 
-from ..layers.mtp_spec import MTPSpec
+from ..layers.mtp_spec import MTPSpec, pairs
 from ..layers.port import BLOCK_TENSORS, Port
 
 ModelArgs = mimo.ModelArgs
@@ -20,13 +20,8 @@ class Model(Port, mimo.Model):
         fuse="he",
         prefix=r"model\.mtp_layers\.(\d+)\.",
         numbered="zero",
-        tensors=(
-            ("token_layernorm", "enorm"),
-            ("hidden_layernorm", "hnorm"),
-            ("input_proj", "eh_proj"),
-            ("final_layernorm", "norm"),
-            *BLOCK_TENSORS,
-        ),
+        tensors=pairs("token_layernorm=enorm hidden_layernorm=hnorm input_proj=eh_proj final_layernorm=norm")
+        + BLOCK_TENSORS,
     )
     MLP = (mimo.MLP,)
     ATTENTION = (mimo.Attention,)

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models import mimo_v2_flash
 
-from ..layers.mtp_spec import MTPSpec
+from ..layers.mtp_spec import MTPSpec, pairs
 from ..layers.port import BLOCK_TENSORS, NUMBERED_EXPERTS, SCALED_FP8, Port
 
 UNSTATED = {
@@ -50,12 +50,8 @@ class Model(Port, mimo_v2_flash.Model):
         topology="target_each",
         prefix=r"model\.mtp\.layers\.(\d+)\.",
         numbered="zero",
-        tensors=(
-            *((n, n) for n in ("enorm", "hnorm", "eh_proj")),
-            ("final_layernorm", "norm"),
-            ("pre_mlp_layernorm", "block.post_attention_layernorm"),
-            *BLOCK_TENSORS,
-        ),
+        tensors=pairs("enorm hnorm eh_proj final_layernorm=norm pre_mlp_layernorm=block.post_attention_layernorm")
+        + BLOCK_TENSORS,
     )
     MLP = (mimo_v2_flash.MLP,)
     ROUTER = (mimo_v2_flash.MoEGate,)

@@ -17,7 +17,7 @@ from mlx_lm.models import nemotron_h
 from ..cache.layer_cache import CacheKind
 from ..cache.recurrent import RecurrentCache
 from ..layers.mamba2 import Mamba2
-from ..layers.mtp_spec import MTPSpec
+from ..layers.mtp_spec import MTPSpec, pairs
 from ..layers.port import Port, Renaming
 
 HEAD_PATTERN = "*E"
@@ -76,10 +76,9 @@ class Model(Port, nemotron_h.Model):
     SPEC = MTPSpec(
         prefix=r"(?:model\.|language_model\.)*mtp\.",
         numbered="zero",
-        tensors=(
-            *((f"layers.0.{n}", n) for n in ("enorm", "hnorm", "eh_proj")),
-            ("layers.1.final_layernorm", "norm"),
-            *((f"layers.{i}", f"block.layers.{i}") for i in range(len(HEAD_PATTERN))),
+        tensors=pairs(
+            "layers.0.enorm=enorm layers.0.hnorm=hnorm layers.0.eh_proj=eh_proj layers.1.final_layernorm=norm "
+            "layers.0=block.layers.0 layers.1=block.layers.1"
         ),
     )
     OURS = (Mamba2Mixer,)

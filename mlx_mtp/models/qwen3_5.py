@@ -17,20 +17,14 @@ from mlx_lm.models.qwen3_next import Qwen3NextAttention, Qwen3NextMLP, Qwen3Next
 from ..cache.layer_cache import CacheKind
 from ..cache.recurrent import RecurrentCache
 from ..layers.gated_delta import GatedDelta
-from ..layers.mtp_spec import MTPSpec
+from ..layers.mtp_spec import MTPSpec, pairs
 from ..layers.port import Port, Renaming
 from ..layers.three_axes import AxesAttention
 
 QWEN_MTP = MTPSpec(
     prefix=r"(?:(?:model\.|language_model\.)*mtp\.)?",  # heads published on their own have no prefix
     numbered="zero",
-    tensors=(
-        ("fc", "eh_proj"),
-        ("pre_fc_norm_embedding", "enorm"),
-        ("pre_fc_norm_hidden", "hnorm"),
-        ("norm", "norm"),
-        ("layers.0", "block"),
-    ),
+    tensors=pairs("fc=eh_proj pre_fc_norm_embedding=enorm pre_fc_norm_hidden=hnorm norm layers.0=block"),
 )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import step3p5
 
-from ..layers.mtp_spec import MTPSpec
+from ..layers.mtp_spec import MTPSpec, pairs
 from ..layers.port import BLOCK_TENSORS, Port, Tensors
 
 NO_LAYER = 10_000  # mlx-lm replaces an empty list of layers by its default
@@ -70,12 +70,8 @@ class Model(Port, step3p5.Model):
         capture="pre",
         feedback="pre",
         head="own",
-        tensors=(
-            *((n, n) for n in ("enorm", "hnorm", "eh_proj")),
-            ("transformer.shared_head.norm", "norm"),
-            ("transformer.shared_head.output", "head"),
-            *BLOCK_TENSORS,
-        ),
+        tensors=pairs("enorm hnorm eh_proj transformer.shared_head.norm=norm transformer.shared_head.output=head")
+        + BLOCK_TENSORS,
     )
     MLP = (step3p5.Step3p5MLP,)
     ATTENTION = (step3p5.Step3p5Attention,)

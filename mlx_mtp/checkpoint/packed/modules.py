@@ -68,10 +68,8 @@ class Packed:
         if self.factor is not None:
             entries["output_scale"] = self.factor, self.factor_shape, "F32"
         return {
-            f"{module}.{name}": replace(
-                self.parts[suffix], shape=shape, dtype=kind, stored=self.stored(module, suffix)
-            )
-            for name, (suffix, shape, kind) in entries.items()
+            f"{module}.{n}": replace(self.parts[suffix], shape=shape, dtype=kind, stored=self.stored(module, suffix))
+            for n, (suffix, shape, kind) in entries.items()
         }
 
     def stored(self, module: str, suffix: str) -> str:

@@ -1,35 +1,9 @@
-"""Tensor names and metadata that the GGUF files of several families have in common."""
+"""Metadata that the GGUF files of several families have in common."""
 
 from typing import Any
 
 from .meta import Meta
 from .rope import scaling
-
-SELF_ATTENTION = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-}
-MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
-FFN_NORM = {"ffn_norm": "post_attention_layernorm"}
-POST_ATTENTION_NORM = {"post_attention_norm": "post_attention_layernorm"}
-EXPERTS = {
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.switch_mlp.gate_proj",
-    "ffn_up_exps": "mlp.switch_mlp.up_proj",
-    "ffn_down_exps": "mlp.switch_mlp.down_proj",
-    "ffn_gate_up_exps": ("mlp.switch_mlp.gate_proj", "mlp.switch_mlp.up_proj"),
-}
-CORRECTION = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias", "exp_probs_b": "mlp.gate.e_score_correction"}
-
-
-def shared_experts(module: str) -> dict[str, str]:
-    """Return, by GGUF tensor name, the paths of a shared expert's projections; module: its path in a layer."""
-    return {f"ffn_{part}_shexp": f"{module}.{part}_proj" for part in ("gate", "up", "down")}
 
 
 def basics(meta: Meta, model_type: str) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from .common import EXPERTS, FFN_NORM, MLP, POST_ATTENTION_NORM, SELF_ATTENTION, basics, rotary, routed
+from .blocks import EXPERTS, FFN_NORM, MLP, POST_NORM, SELF_ATTENTION
+from .common import basics, rotary, routed
 from .family import NO_CHANGE, Change, Family, unchanged
 from .meta import Meta
 from .orders import unpermuted
@@ -100,5 +101,5 @@ QWEN2 = replace(LLAMA, config=partial(qwen_config, "qwen2"), changes=unchanged)
 QWEN3 = replace(QWEN2, config=partial(qwen_config, "qwen3"))
 QWEN3_MOE = replace(QWEN3, config=qwen3_moe_config, block={**SELF_ATTENTION, **EXPERTS, **FFN_NORM})
 GEMMA_NORMS = {"ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
-GEMMA_BLOCK = {**SELF_ATTENTION, **MLP, **POST_ATTENTION_NORM, **GEMMA_NORMS}
+GEMMA_BLOCK = {**SELF_ATTENTION, **MLP, **POST_NORM, **GEMMA_NORMS}
 GEMMA3 = Family(gemma3_config, GEMMA_BLOCK, centred_norms, head={})

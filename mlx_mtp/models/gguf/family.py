@@ -12,14 +12,8 @@ from .meta import Meta
 BLOCK = re.compile(r"blk\.(\d{1,4})\.(.+)")
 IGNORED = ("rope_freqs.weight", "attn_rot_embd.weight", ".input_scale")  # rope.py reads the factors
 ENDS = {"token_embd": "embed_tokens", "output_norm": "norm"}
-HEAD = {
-    "nextn.eh_proj": "eh_proj",
-    "nextn.enorm": "enorm",
-    "nextn.hnorm": "hnorm",
-    "nextn.embed_tokens": "embed_tokens",
-    "nextn.shared_head_norm": "norm",
-    "nextn.shared_head_head": "head",
-}
+HEAD = {f"nextn.{n}": n for n in ("eh_proj", "enorm", "hnorm", "embed_tokens")}
+HEAD |= {"nextn.shared_head_norm": "norm", "nextn.shared_head_head": "head"}
 
 
 class Change(NamedTuple):

@@ -1,44 +1,29 @@
 """Describe the GGUF files of families with recurrent layers: Qwen3.5, Qwen3-Next and Nemotron-3."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from .common import EXPERTS, MLP, POST_ATTENTION_NORM, SELF_ATTENTION, basics, grouped, rotary, routed, shared_experts
+from .blocks import FFN, POST_NORM, QKV, SELF_ATTENTION, inside, shared_experts
+from .common import basics, grouped, rotary, routed
 from .dense import unpermuted_attention
 from .family import HEAD, NO_CHANGE, Change, Family, ends
 from .meta import Meta
 from .orders import interleaved, untiled
 
 SHARED_GATE = {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
-RECURRENT = {
-    "ssm_conv1d": "linear_attn.conv1d",
-    "ssm_a": "linear_attn.A_log",
-    "ssm_dt.bias": "linear_attn.dt_bias",
-    "ssm_norm": "linear_attn.norm",
-    "ssm_out": "linear_attn.out_proj",
-}
+SSM = "ssm_conv1d=conv1d ssm_a=A_log ssm_dt.bias=dt_bias ssm_norm=norm ssm_out=out_proj"
 QWEN35_BLOCK = {
     **SELF_ATTENTION,
-    **POST_ATTENTION_NORM,
-    **MLP,
-    **EXPERTS,
+    **POST_NORM,
+    **FFN,
     **shared_experts("mlp.shared_expert"),
     **SHARED_GATE,
-    **RECURRENT,
-    "attn_qkv": "linear_attn.in_proj_qkv",
-    "attn_gate": "linear_attn.in_proj_z",
-    "ssm_alpha": "linear_attn.in_proj_a",
-    "ssm_beta": "linear_attn.in_proj_b",
+    **inside("linear_attn", f"{SSM} attn_qkv=in_proj_qkv attn_gate=in_proj_z ssm_alpha=in_proj_a ssm_beta=in_proj_b"),
 }
-NEXT_BLOCK = {
-    **QWEN35_BLOCK,
-    "attn_qkv": "linear_attn.in_proj_qkvz",
-    "attn_gate": "linear_attn.in_proj_qkvz",
-    "ssm_in": "linear_attn.in_proj_qkvz",
-    "ssm_ba": "linear_attn.in_proj_ba",
-}
+NEXT_BLOCK = QWEN35_BLOCK | inside(
+    "linear_attn", "attn_qkv=in_proj_qkvz attn_gate=in_proj_qkvz ssm_in=in_proj_qkvz ssm_ba=in_proj_ba"
+)
 
 
 def recurrent(meta: Meta) -> dict[str, Any]:
@@ -149,29 +134,14 @@ def _check_size(meta: Meta, path: str, expected: int, size: int) -> None:
         raise ValueError(f"{meta.file}: {path} has {size} rows or columns; its metadata give {expected}")
 
 
-NEMOTRON_MIXER = {
-    "attn_q": "mixer.q_proj",
-    "attn_k": "mixer.k_proj",
-    "attn_v": "mixer.v_proj",
-    "attn_output": "mixer.o_proj",
-    "ssm_in": "mixer.in_proj",
-    "ssm_conv1d": "mixer.conv1d",
-    "ssm_a": "mixer.A_log",
-    "ssm_d": "mixer.D",
-    "ssm_dt.bias": "mixer.dt_bias",
-    "ssm_norm": "mixer.norm",
-    "ssm_out": "mixer.out_proj",
-    "ffn_up": "mixer.up_proj",
-    "ffn_down": "mixer.down_proj",
-    "ffn_gate_inp": "mixer.gate",
-    "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
-    "ffn_up_exps": "mixer.switch_mlp.fc1",
-    "ffn_down_exps": "mixer.switch_mlp.fc2",
-    "ffn_up_shexp": "mixer.shared_experts.up_proj",
-    "ffn_down_shexp": "mixer.shared_experts.down_proj",
-    "ffn_latent_down": "mixer.fc1_latent_proj",
-    "ffn_latent_up": "mixer.fc2_latent_proj",
-}
+NEMOTRON_MIXER = inside(
+    "mixer",
+    f"{QKV} {SSM} ssm_in=in_proj ssm_d=D ffn_up=up_proj ffn_down=down_proj "
+    "ffn_gate_inp=gate exp_probs_b.bias=gate.e_score_correction_bias "
+    "ffn_up_exps=switch_mlp.fc1 ffn_down_exps=switch_mlp.fc2 "
+    "ffn_up_shexp=shared_experts.up_proj ffn_down_shexp=shared_experts.down_proj "
+    "ffn_latent_down=fc1_latent_proj ffn_latent_up=fc2_latent_proj",
+)
 
 
 def nemotron_config(meta: Meta) -> dict[str, Any]:
@@ -241,20 +211,10 @@ def nemotron_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
 
 
 QWEN35 = Family(
-    qwen35_config,
-    QWEN35_BLOCK,
-    qwen35_changes,
-    layers="language_model.model.layers.",
-    ends=ends("language_model.model.", "language_model.lm_head"),
-)
-QWEN3_NEXT = replace(
-    QWEN35,
-    config=next_config,
-    block=NEXT_BLOCK,
-    changes=next_changes,
-    layers="model.layers.",
-    ends=ends("model.", "lm_head"),
-)
+    qwen35_config, QWEN35_BLOCK, qwen35_changes,
+    layers="language_model.model.layers.", ends=ends("language_model.model.", "language_model.lm_head"),
+)  # fmt: skip
+QWEN3_NEXT = Family(next_config, NEXT_BLOCK, next_changes)
 NEMOTRON = Family(
     nemotron_config,
     {"attn_norm": "norm", **NEMOTRON_MIXER},
@@ -263,9 +223,7 @@ NEMOTRON = Family(
     ends={"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"},
     head=HEAD,
     in_head={
-        "attn_norm": "block.layers.0.norm",
-        "post_attention_norm": "block.layers.1.norm",
-        "ffn_norm": "block.layers.1.norm",
+        **inside("block.layers", "attn_norm=0.norm post_attention_norm=1.norm ffn_norm=1.norm"),
         # Layer 0 is attention, layer 1 experts.
         **{n: f"block.layers.{int(not n.startswith('attn_'))}.{path}" for n, path in NEMOTRON_MIXER.items()},
     },

@@ -6,21 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from .common import (
-    CORRECTION,
-    EXPERTS,
-    FFN_NORM,
-    MLP,
-    POST_ATTENTION_NORM,
-    SELF_ATTENTION,
-    basics,
-    first_dense,
-    grouped,
-    rotary,
-    routed,
-    shared_experts,
-    sparse_layers,
-)
+from .blocks import ATTENTION_NORM, CORRECTION, FFN, FFN_NORM, POST_NORM, SELF_ATTENTION, inside, shared_experts
+from .common import basics, first_dense, grouped, rotary, routed, sparse_layers
 from .dense import factors
 from .family import HEAD, NO_CHANGE, Change, Family
 from .meta import Meta
@@ -31,37 +18,24 @@ SHARED = shared_experts("mlp.shared_experts")
 STEP_BLOCK = {
     **SELF_ATTENTION,
     **FFN_NORM,
-    **MLP,
-    **EXPERTS,
+    **FFN,
     **shared_experts("mlp.share_expert"),
     "attn_gate": "self_attn.g_proj",
-    "ffn_gate_inp": "mlp.gate.gate",
-    "exp_probs_b.bias": "mlp.gate.router_bias",
+    **inside("mlp.gate", "ffn_gate_inp=gate exp_probs_b.bias=router_bias"),
 }
 MLA_BLOCK = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_q_a": "self_attn.q_a_proj",
-    "attn_q_b": "self_attn.q_b_proj",
-    "attn_q_a_norm": "self_attn.q_a_layernorm",
-    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-    "attn_k_b": "self_attn.embed_q",
-    "attn_v_b": "self_attn.unembed_out",
+    **ATTENTION_NORM,
+    **inside("self_attn", "attn_q=q_proj attn_q_a=q_a_proj attn_q_b=q_b_proj attn_q_a_norm=q_a_layernorm"),
+    **inside("self_attn", "attn_kv_a_mqa=kv_a_proj_with_mqa attn_kv_a_norm=kv_a_layernorm attn_k_b=embed_q"),
+    **inside("self_attn", "attn_v_b=unembed_out attn_output=o_proj"),
     "attn_kv_b": ("self_attn.embed_q", "self_attn.unembed_out"),
-    "attn_output": "self_attn.o_proj",
     **FFN_NORM,
-    **MLP,
-    **EXPERTS,
+    **FFN,
     **CORRECTION,
     **SHARED,
 }
-INDEXER = {
-    "indexer.attn_k": "self_attn.indexer.wk",
-    "indexer.attn_q_b": "self_attn.indexer.wq_b",
-    "indexer.proj": "self_attn.indexer.weights_proj",
-    "indexer.k_norm": "self_attn.indexer.k_norm",
-}
+INDEXER = inside("self_attn", "indexer.attn_k=indexer.wk indexer.attn_q_b=indexer.wq_b")
+INDEXER |= inside("self_attn", "indexer.proj=indexer.weights_proj indexer.k_norm=indexer.k_norm")
 
 
 def step_config(meta: Meta) -> dict[str, Any]:
@@ -234,9 +208,9 @@ def mimo_config(meta: Meta) -> dict[str, Any]:
 
 
 STEP = Family(step_config, STEP_BLOCK)
-GLM = Family(glm_config, {**SELF_ATTENTION, **POST_ATTENTION_NORM, **MLP, **EXPERTS, **CORRECTION, **SHARED})
+GLM = Family(glm_config, {**SELF_ATTENTION, **POST_NORM, **FFN, **CORRECTION, **SHARED})
 DEEPSEEK = Family(deepseek_config, MLA_BLOCK, mla_changes)
 GLM_DSA = replace(DEEPSEEK, config=glm_dsa_config, block={**MLA_BLOCK, **INDEXER})
 SINKS = {"attn_sinks.weight": "self_attn.attention_sink_bias"}
-MIMO_BLOCK = {**SELF_ATTENTION, **FFN_NORM, **MLP, **EXPERTS, **CORRECTION, **SINKS}
+MIMO_BLOCK = {**SELF_ATTENTION, **FFN_NORM, **FFN, **CORRECTION, **SINKS}
 MIMO = Family(mimo_config, MIMO_BLOCK, head={**HEAD, "layer_output_norm": "norm"})

@@ -23,14 +23,8 @@ PREFIXES = ("vision_model.", "vit_large_projector.")
 THETA = 10000.0
 STAGE = 4 * 10**12  # products and sums per stage: macOS ends a command that takes seconds
 STATES = 10  # arrays of a patch's state, its queries, keys and values that exist at once
-ONLY = {
-    "hidden_act": "quick_gelu",
-    "use_cls_token": False,
-    "use_ln_pre": True,
-    "use_ln_post": False,
-    "use_abs_posemb": True,
-    "use_rope2d": True,
-}
+ONLY = {"hidden_act": "quick_gelu", **dict.fromkeys(("use_cls_token", "use_ln_post"), False)}
+ONLY |= dict.fromkeys(("use_ln_pre", "use_abs_posemb", "use_rope2d"), True)
 
 
 def find_mark(config: dict) -> int:
