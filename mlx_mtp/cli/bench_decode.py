@@ -15,7 +15,7 @@ from .options import BITS, GIVEN, refuse, typed
 
 SHOWN = 20  # maximum number of differing texts to list
 GRAMMAR = "FILE|builtin"
-EXCLUDED = "drafts", "contexts", "categories", "each", "preset", "synth_rates"  # options that --grammar excludes
+EXCLUDED = "drafts", "contexts", "categories", "prompts", "preset", "synth_rates"  # options that --grammar excludes
 DOCUMENTS = ("stepwise_math",)  # its questions follow a context of source code
 MOST_ROWS = 16  # maximum rows of a verify
 CONTEXTS, LOOKED_BACK = (
@@ -62,11 +62,12 @@ def decode(**flags: Any) -> None:
 
     if flags["preset"]:
         _check_preset(flags)
+    given = {**flags, "prompts": flags["each"]}
     if flags["grammar"]:
-        refuse(flags, EXCLUDED, "--grammar excludes {}; leave one of them out")
+        refuse(given, EXCLUDED, "--grammar excludes {}; leave one of them out")
     if flags["images"]:
-        names = "contexts", "categories", "each", "preset", "synth_rates", "grammar"
-        refuse(flags, names, "--image excludes {}; leave one of them out")
+        names = "contexts", "categories", "prompts", "preset", "synth_rates", "grammar"
+        refuse(given, names, "--image excludes {}; leave one of them out")
     before = result.read(flags["compare"], "decode") if flags["compare"] else None
     flags["max_tokens"] = flags["max_tokens"] or (48 if flags["quick"] else 128)
     found = _measured(flags)
