@@ -14,7 +14,7 @@ from .options import BITS, GIVEN, refuse, typed
 
 SHOWN = 20  # maximum number of differing texts to list
 GRAMMAR = "FILE|builtin"
-EXCLUDED = "drafts", "contexts", "categories", "each", "synth_rates"  # options that --grammar excludes
+EXCLUDED = "drafts", "contexts", "categories", "prompts", "synth_rates"  # options that --grammar excludes
 MOST_ROWS = 16  # maximum rows of a verify
 CONTEXTS, LOOKED_BACK = (
     {False: (1024, 4096), True: (128, 1024)},
@@ -55,11 +55,12 @@ def decode(**flags: Any) -> None:
     """
     from ..bench.decode import broken
 
+    given = {**flags, "prompts": flags["each"]}
     if flags["grammar"]:
-        refuse(flags, EXCLUDED, "--grammar excludes {}; leave one of them out")
+        refuse(given, EXCLUDED, "--grammar excludes {}; leave one of them out")
     if flags["images"]:
-        names = "contexts", "categories", "each", "synth_rates", "grammar"
-        refuse(flags, names, "--image excludes {}; leave one of them out")
+        names = "contexts", "categories", "prompts", "synth_rates", "grammar"
+        refuse(given, names, "--image excludes {}; leave one of them out")
     flags["max_tokens"] = flags["max_tokens"] or (48 if flags["quick"] else 128)
     found = _measured(flags)
     _print(found, flags)

@@ -106,9 +106,8 @@ def check_place(_ctx: click.Context, _param: click.Parameter, value: str) -> Pat
 
 def refuse(flags: dict[str, Any], names: Iterable[str], why: str) -> None:
     """Raise UsageError for the first of these flags that has a value. why: its text, with {} for the option."""
-    written = {param.name: param.opts[0] for param in click.get_current_context().command.params}
     if given := next((name for name in names if flags[name]), None):
-        raise click.UsageError(why.format(written[given]))
+        raise click.UsageError(why.format(f"--{given.replace('_', '-')}"))
 
 
 class SavedCache(GivenFile):

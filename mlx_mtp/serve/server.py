@@ -174,7 +174,7 @@ def _opened_offer(load: Callable[[Offer], Loaded], settings: Settings, offer: Of
     files = settings.cache_files and PrefixFiles(settings.cache_files.directory, settings.cache_files.limit)
     own = replace(settings, names=(offer.name, *settings.names), cache_files=files)
     loaded = load(offer)
-    served = shared(loaded, own)
+    served = _counted(shared(loaded, own))
     return Ready(served, described(loaded, served, own))
 
 
@@ -237,7 +237,7 @@ def shared(loaded: Loaded, settings: Settings) -> Served:
     files, frames = settings.cache_files, frames_of(tokenizer)
     apart: dict[str, Served] = {}
     format = format_of(tokenizer) or GENERIC
-    served = Served(model, tokenizer, tree, options, format, files, batch, frames, apart, count_buffers(blank))
+    served = Served(model, tokenizer, tree, options, format, files, batch, frames, apart)
     for name in adapters.names if adapters.selected is None else ():
         with adapters.using(name):
             own = PrefixTree(blank.like_new(), chunking, tree.limit, other=tree)
@@ -250,9 +250,13 @@ def shared(loaded: Loaded, settings: Settings) -> Served:
 
 def opened(loaded: Loaded, settings: Settings, service: Service) -> Served:
     """Return `shared(loaded, settings)`; set the `info` of `service`, after which it accepts requests."""
-    served = shared(loaded, settings)
+    served = _counted(shared(loaded, settings))
     service.info = described(loaded, served, settings)
     return served
+
+
+def _counted(served: Served) -> Served:
+    return served._replace(buffers=count_buffers(served.tree.blank))
 
 
 def described(loaded: Loaded, served: Served, settings: Settings) -> ModelInfo:

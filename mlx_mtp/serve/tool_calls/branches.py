@@ -167,6 +167,6 @@ class Document:
 
 def _rerooted(_: Any, schema: Schema) -> Schema:
     """Return a schema whose `$ref`, if it has one to "#...", refers to "#/$defs/root..."."""
-    reference = schema.get("$ref")
-    is_inner = isinstance(reference, str) and reference.startswith("#")
-    return {**schema, "$ref": "#/$defs/root" + reference[1:]} if is_inner else schema
+    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
+        return {**schema, "$ref": "#/$defs/root" + reference[1:]}
+    return schema
