@@ -131,3 +131,23 @@ def on_paper(monkeypatch):
     mx.disable_compile()
     yield
     mx.enable_compile()
+
+
+@pytest.fixture
+def own_cache(monkeypatch, tmp_path):
+    """Return the test's own empty cache directory, without what earlier tests have measured."""
+    monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def recorded_at_once(monkeypatch):
+    """A cycle is recorded when it first occurs."""
+    monkeypatch.setattr("mlx_mtp.decoding.replay.OFTEN", 1)
+
+
+@pytest.fixture
+def quick_trials(monkeypatch):
+    """A trial compares one draw of one layer."""
+    monkeypatch.setattr("mlx_mtp.tuning.ab_test.DRAWS", 1)
+    monkeypatch.setattr("mlx_mtp.tuning.ab_test.LAYERS", 1)

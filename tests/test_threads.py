@@ -17,12 +17,8 @@ from mlx_mtp.demo import demo_path
 from mlx_mtp.machine.progress import watcher
 from mlx_mtp.machine.stream import in_turn
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 PROMPT = [1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2]
-
-
-@pytest.fixture(autouse=True)
-def _own(monkeypatch, tmp_path):
-    monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path / "cache"))
 
 
 def tokens(model, k=2, n=12, **options):
@@ -78,9 +74,8 @@ def test_other_threads_have_turns_during_a_load(monkeypatch):
 
 
 @pytest.mark.parametrize("replayed", [False, True])
-def test_each_token_by_another_thread(tiny_models, monkeypatch, replayed):
+def test_each_token_by_another_thread(tiny_models, replayed, recorded_at_once):
     """Build ahead in one thread and submit in the next; recordings of threads are separate."""
-    monkeypatch.setattr(replay, "OFTEN", 1)
     model, _ = tiny_models(0)
     stats, cache = mlx_mtp.Stats(), mlx_mtp.make_prompt_cache(model)
     options = {"compile_cycles": replayed, "adaptive": False, "logprobs": True, "stats": stats}
@@ -93,8 +88,7 @@ def test_each_token_by_another_thread(tiny_models, monkeypatch, replayed):
     assert [token for token, *_ in found + list(more)] == tokens(model, 0, n=20)
 
 
-def test_few_threads_keep_records(tiny_models, monkeypatch):
-    monkeypatch.setattr(replay, "OFTEN", 1)
+def test_few_threads_keep_records(tiny_models, monkeypatch, recorded_at_once):
     monkeypatch.setattr(replay, "THREADS", 1)
     model, _ = tiny_models(0)
     model.runtime.recorder = replay.Recorder()

@@ -10,7 +10,6 @@ from sweep import sampled
 import mlx_mtp
 from mlx_mtp import grammar
 from mlx_mtp.decoding import build
-from mlx_mtp.decoding import replay as replay_module
 
 PROMPTS = [[1, 2, 3, 0, 2], [2, 2, 1, 3, 0, 1, 2, 0], [3, 1], [0, 2, 1, 1]]
 PATTERNS = ["((a|b)abcabc){9}", None, "(a|b|c)+", "(c(a|b))*abca"]
@@ -18,10 +17,8 @@ N = 14
 
 
 @pytest.fixture(autouse=True)
-def _own(monkeypatch, tmp_path):
+def _own(recorded_at_once, own_cache):
     """Separate costs, and recording at the first occurrence."""
-    monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(replay_module, "OFTEN", 1)
 
 
 def made(pattern):

@@ -56,10 +56,9 @@ def session(model, limits, comes, **options):
     ("name", "k", "temp"),
     sampled([("step3p5", 3, 1.0)], [(n, k, t) for n in NAMES for k in (0, 1, 3) for t in (0, 1)]),
 )
-def test_replayed_as_built(subject, monkeypatch, name, k, temp):
+def test_replayed_as_built(subject, name, k, temp, recorded_at_once):
     """Tokens, accepted drafts, and every bit of the returned caches."""
     model, schedule = fresh(subject(name).model), ([16, 6, 14, 14], [0, 0, 3, 6])
-    monkeypatch.setattr(replay, "OFTEN", 1)
     built, caches, none = session(model, *schedule, num_draft_tokens=k, temp=temp)
     replayed, ours, stats = session(model, *schedule, num_draft_tokens=k, temp=temp, compile_cycles=True)
     assert replayed == built
@@ -89,10 +88,9 @@ def record_fused(step, *arrays, **more):
 
 
 @pytest.mark.parametrize("name", sampled(FUSED[:1], [*FUSED, *NAMES]))
-def test_pools_can_be_recorded_where_operations_are_fused(subject, monkeypatch, name):
+def test_pools_can_be_recorded_where_operations_are_fused(subject, monkeypatch, name, recorded_at_once):
     """As on a GPU."""
     monkeypatch.setattr(replay.Record, "of", lambda step: replay.Record(partial(record_fused, step), [0]))
-    monkeypatch.setattr(replay, "OFTEN", 1)
     model = fresh(subject(name).model)
     for k in (0, min(1, model.max_draft_tokens)):
         with pytest.raises(Recorded):
@@ -105,10 +103,9 @@ def test_slots_come_in_few_numbers():
     assert all(texts <= slots < 1.5 * texts for texts, slots in enumerate(found, 1))
 
 
-def test_what_is_built(subject, monkeypatch):
+def test_what_is_built(subject, recorded_at_once):
     """Cycles of sequences with different sampling, and the default on a CPU, are built."""
     model = fresh(subject("step3p5").model)
-    monkeypatch.setattr(replay, "OFTEN", 1)
     own = {"sampler": lambda logprobs: mx.argmax(logprobs, axis=-1)}
     assert session(model, [6, 6], [0, 0], compile_cycles=True, **own)[2].compiled_cycles == 0
     assert session(model, [6, 6], [0, 0], compile_cycles=True, logprobs=True)[2].compiled_cycles > 0

@@ -9,7 +9,6 @@ from schedules import Case, Whims, alike, assert_as_alone, run
 from subjects import quantizable_model, subjects
 
 import mlx_mtp
-from mlx_mtp.decoding import replay
 
 NAMES = ["nemotron_h_latent", "glm_moe_dsa_shared"]
 EVERY = ["step3p5", "eagle", "quantized", *families.FAMILIES]
@@ -21,9 +20,8 @@ def subject(tiny_models, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", EVERY if LONG else NAMES)
-def test_every_text_is_what_it_is_alone(subject, tiny_models, monkeypatch, name):
+def test_every_text_is_what_it_is_alone(subject, tiny_models, name, recorded_at_once):
     """Every other schedule is of texts whose cycles can be replayed, and most are."""
-    monkeypatch.setattr(replay, "OFTEN", 1)
     quantized = name == "quantized"
     model = quantizable_model(tiny_models)[0] if quantized else subject(name).model
     most = min(3, model.max_draft_tokens)

@@ -11,7 +11,6 @@ from mlx_mtp.bench.page import tables_of
 from mlx_mtp.bench.parallel import AFTER, DRAFTED, MLX_LM, PLAIN, REPLAYED, BatchRun, contenders, measure
 from mlx_mtp.bench.subject import BenchPrompt, Subject
 from mlx_mtp.cli import bench_options
-from mlx_mtp.decoding import replay
 from mlx_mtp.decoding.replay import Recorder
 
 
@@ -32,10 +31,9 @@ def test_contenders_take_turns_on_the_same_prompts(tiny_models, monkeypatch, tmp
     assert "tok/s together" in done.stdout
 
 
-def test_built_and_replayed(tiny_models, monkeypatch):
+def test_built_and_replayed(tiny_models, monkeypatch, recorded_at_once):
     model = tiny_models(0)[0]
     monkeypatch.setattr(model.runtime, "recorder", recorder := Recorder())
-    monkeypatch.setattr(replay, "OFTEN", 1)
     found, missing = contenders(Subject(model, None, {}), 64, replayed=True)
     assert missing is None
     assert [*found] == [MLX_LM, PLAIN, DRAFTED, PLAIN + REPLAYED, DRAFTED + REPLAYED, AFTER]

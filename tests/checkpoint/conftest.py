@@ -6,9 +6,8 @@ from gguf_samples import checkpoint, written
 
 
 @pytest.fixture
-def cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "gguf"
+def cache(own_cache):
+    return own_cache / "gguf"
 
 
 @pytest.fixture(scope="session")

@@ -180,11 +180,10 @@ def test_tab_completes_commands_words_and_paths(tmp_path):
     assert completions().keys() == {*COMMANDS, "/exit"}
 
 
-def test_history_is_kept_for_the_user_alone(tmp_path, monkeypatch):
-    monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path))
+def test_history_is_kept_for_the_user_alone(monkeypatch, own_cache):
     kept_history().append_string("first")
     assert [*kept_history().load_history_strings()] == ["first"]
-    file = tmp_path / "chat" / "history"
+    file = own_cache / "chat" / "history"
     assert file.stat().st_mode & 0o77 == 0
     monkeypatch.setattr("mlx_mtp.cli.line_editor.LONGEST", 3)
     assert [*kept_history().load_history_strings()] == []

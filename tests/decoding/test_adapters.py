@@ -6,7 +6,6 @@ import pytest
 
 import mlx_mtp
 from mlx_mtp import grammar
-from mlx_mtp.decoding import replay
 from mlx_mtp.decoding.replay import ChoiceKind, Kind, Recorder
 
 PROMPT, N = [1, 5, 6, 7, 9, 4, 12], 7
@@ -53,9 +52,8 @@ def test_generations_take_turns(models, k):
     assert {kind.adapter for _, kind in model.runtime.recorder.cycles} == ({*alone} if k else set())
 
 
-def test_replayed_choices_under_a_grammar_are_those_of_the_adapter(models, monkeypatch):
+def test_replayed_choices_under_a_grammar_are_those_of_the_adapter(models, recorded_at_once):
     """Passes and choices are recorded apart; both belong to the adapter that was selected when they were recorded."""
-    monkeypatch.setattr(replay, "OFTEN", 1)
     model, alone = models
     made = grammar.regex("((a|b|c){3}ab)+", tokenizer=grammars.letters())
     expected = {name: list(steps(alone[name], 1, grammar=made, max_tokens=20)) for name in alone}

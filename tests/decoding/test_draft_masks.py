@@ -12,7 +12,6 @@ from sweep import SWEEP, paired, sampled
 
 import mlx_mtp
 from mlx_mtp.decoding import build
-from mlx_mtp.decoding import replay as replay_module
 from mlx_mtp.decoding.build import redrafted
 from mlx_mtp.decoding.control import Controls
 from mlx_mtp.decoding.cycle_masks import CycleMasks
@@ -26,10 +25,8 @@ PROMPTS = [PROMPT, [2, 2, 1, 3, 0, 1, 2, 0], [3, 1]]
 
 
 @pytest.fixture(autouse=True)
-def _own(monkeypatch, tmp_path):
+def _own(recorded_at_once, own_cache):
     """Separate costs, and recording at the first occurrence."""
-    monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(replay_module, "OFTEN", 1)
 
 
 @pytest.fixture

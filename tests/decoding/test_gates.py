@@ -9,7 +9,6 @@ from sweep import sampled
 
 import mlx_mtp
 from mlx_mtp import grammar
-from mlx_mtp.decoding import replay as replay_module
 from mlx_mtp.grammar import Gate
 
 GATES = {
@@ -24,10 +23,8 @@ N = 24
 
 
 @pytest.fixture(autouse=True)
-def _own(monkeypatch, tmp_path):
+def _own(recorded_at_once, own_cache):
     """Separate costs, and recording at the first occurrence."""
-    monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(replay_module, "OFTEN", 1)
 
 
 def gated(model, gate):

@@ -18,7 +18,6 @@ from sweep import SWEEP, sampled
 
 import mlx_mtp
 from mlx_mtp import grammar
-from mlx_mtp.decoding import replay as replay_module
 from mlx_mtp.decoding.masks import masked
 from mlx_mtp.decoding.sampling import Sampling
 from mlx_mtp.tuning.plan import Plan
@@ -29,10 +28,8 @@ PENALTIES = {"repetition_penalty": 1.8, "logit_bias": {0: 3.0, 4: -2.0}}
 
 
 @pytest.fixture(autouse=True)
-def _own(monkeypatch, tmp_path):
+def _own(recorded_at_once, own_cache):
     """Separate costs, and recording at the first occurrence."""
-    monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(replay_module, "OFTEN", 1)
 
 
 PRODUCT = [*itertools.product(PATTERNS, SAMPLING, (False, True))]

@@ -17,7 +17,6 @@ from sweep import SWEEP, paired, sampled, sweep
 import mlx_mtp
 from mlx_mtp.cache.prompt_cache import PromptCache
 from mlx_mtp.checkpoint.block_drafter import set_drafter
-from mlx_mtp.decoding import replay as replay_module
 from mlx_mtp.decoding.control import Controls
 from mlx_mtp.tuning.plan import Plan
 
@@ -289,11 +288,10 @@ def test_few_rows_wait_in_a_pool(subject, monkeypatch):
     s.check_pool()
 
 
-def test_recorded_steps_are_few(subject, monkeypatch):
+def test_recorded_steps_are_few(subject, monkeypatch, recorded_at_once):
     """One per length of blocks, and two per length of heads: after heads and after blocks."""
     s = subject("step3p5")
     s.model.runtime.recorder = None
-    monkeypatch.setattr(replay_module, "OFTEN", 1)
     plans = [HEADS, HEADS, BLOCK, BLOCK, PLAIN, HEADS, PLAIN, BLOCK]
     follow(monkeypatch, Listed(planned(s, plans)))
     assert ours(s.model, PROMPT, 15, 24, compile_cycles=True) == s.text[len(PROMPT) :][:24]

@@ -11,7 +11,6 @@ from sweep import SWEEP, paired, sampled
 
 import mlx_mtp
 from mlx_mtp.cache.file import saved_prefix
-from mlx_mtp.decoding import replay
 from mlx_mtp.models import qwen3_5
 from mlx_mtp.pictures.rows import Picture
 from mlx_mtp.serve.job import prefill
@@ -60,13 +59,12 @@ def test_a_mixture_of_experts_has_the_text_of_the_reference():
 
 
 @pytest.mark.parametrize("k", [0, 2])
-def test_replayed_cycles_take_the_shift_as_an_input(models, k, monkeypatch):
+def test_replayed_cycles_take_the_shift_as_an_input(models, k, monkeypatch, recorded_at_once):
     """Conversations with other shifts, and without any, replay each other's cycles."""
     model, _, texts = models
     if SWEEP:
         set_mode(ENABLED)  # on a CPU: a C++ compiler makes a hundred kernels
     monkeypatch.setattr(model.runtime, "recorder", None)
-    monkeypatch.setattr(replay, "OFTEN", 1)
     recorded = []
     for name in ("text", "two", "adjacent", "last", "text"):
         stats = mlx_mtp.Stats()
@@ -96,11 +94,10 @@ def test_sequences_of_a_batch_have_their_own_shifts(models, options):
     assert found == [texts[name] for name in names]
 
 
-def test_pools_with_a_shift_and_without_have_recorded_cycles_of_their_own(models, monkeypatch):
+def test_pools_with_a_shift_and_without_have_recorded_cycles_of_their_own(models, monkeypatch, recorded_at_once):
     """MLX would record a second cycle for an input more, and its memory would not be counted."""
     model, *_ = models
     monkeypatch.setattr(model.runtime, "recorder", None)
-    monkeypatch.setattr(replay, "OFTEN", 1)
     plain, recorded = [7] * len(tokens_of(*PROMPTS["two"])), []
     for parts in ((plain,), PROMPTS["two"], (plain,)):
         batched(model, [parts] * 2, num_draft_tokens=0, compile_cycles=True)

@@ -15,8 +15,13 @@ from mlx_mtp.demo import demo_path
 from mlx_mtp.serve.server import Loaded, Settings, shared
 
 
+def another_process(monkeypatch):
+    """Forget the choice of this process."""
+    monkeypatch.setattr(prefill_chunk, "_chosen", {})
+
+
 @pytest.fixture
-def gpu(monkeypatch, tmp_path):
+def gpu(monkeypatch, own_cache):
     """A device that takes `seconds` for the sample, which is not run. timed: the models that were timed."""
     device = SimpleNamespace(seconds=0.1, timed=[])
 
@@ -24,8 +29,7 @@ def gpu(monkeypatch, tmp_path):
         device.timed.append(model)
         return device.seconds
 
-    monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(prefill_chunk, "_chosen", {})
+    another_process(monkeypatch)
     monkeypatch.setattr(prefill_chunk, "sample_seconds", sample_seconds)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     monkeypatch.setattr(prefill_chunk, "growth", lambda model, blank, context: 1.0)
@@ -72,7 +76,7 @@ def test_a_choice_is_remembered_for_the_model_and_the_format_of_its_caches(gpu, 
     gpu.seconds = 9.0
     for nothing in ({}, {"kv_bits": None, "quantized_kv_start": 5000, "kv_group_size": 64}):
         assert prefill_chunk.prefill_chunk(model_of(), nothing) == 1024
-    monkeypatch.setattr(prefill_chunk, "_chosen", {})  # another process
+    another_process(monkeypatch)
     assert prefill_chunk.prefill_chunk(model_of(), {}) == 1024
     assert prefill_chunk.prefill_chunk(model_of(), {}, lazy=True) == 1024
     assert len(gpu.timed) == 1
@@ -88,7 +92,7 @@ def test_a_process_keeps_its_choice_whatever_becomes_of_the_file(gpu, monkeypatc
         file.write_text(file.read_text().replace("2048", "7"))
     gpu.seconds = 9.0
     assert prefill_chunk.prefill_chunk(model_of(), {}) == 2048
-    monkeypatch.setattr(prefill_chunk, "_chosen", {})
+    another_process(monkeypatch)
     assert prefill_chunk.prefill_chunk(model_of(), {}) == 256, "a file that this module cannot have written"
     assert prefill_chunk.prefill_chunk(model_of(), {}, lazy=True) == 256
 
@@ -103,11 +107,11 @@ def test_lazy_weights_are_not_read(gpu):
 def test_all_ranks_take_what_rank_0_has_chosen(gpu, monkeypatch, tmp_path, remembered):
     shared_values = []
     for again in range(1 + remembered):
-        monkeypatch.setattr(prefill_chunk, "_chosen", {})
+        another_process(monkeypatch)
         gpu.seconds = 9.0 if again else 0.1
         assert prefill_chunk.prefill_chunk(model_of(FixedRanks(0, shared_values)), {}) == 2048
     shared_values = shared_values[-1:] if remembered else shared_values
-    monkeypatch.setattr(prefill_chunk, "_chosen", {})
+    another_process(monkeypatch)
     monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path / "of rank 1"))
     gpu.seconds = 9.0  # this machine is slower
     timed = len(gpu.timed)

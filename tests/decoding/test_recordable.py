@@ -10,7 +10,6 @@ from plans import Listed, follow
 
 import mlx_mtp
 from mlx_mtp.cache import growing
-from mlx_mtp.decoding import replay as replay_module
 from mlx_mtp.decoding.drafters.drafter import Drafter, Frame
 from mlx_mtp.decoding.drafters.lookup import Lookup
 from mlx_mtp.decoding.recordable import recordable
@@ -60,11 +59,10 @@ def test_a_step_ends_behind_its_last_row(drafter):
 
 
 @pytest.mark.parametrize("n", [45, 49, 52])
-def test_no_row_is_written_behind_a_buffer(tmp_path, monkeypatch, n):
+def test_no_row_is_written_behind_a_buffer(tmp_path, monkeypatch, n, recorded_at_once):
     """Copies of 15 drafts, all accepted, up to the end of a buffer of 64 positions."""
     mx.disable_compile()  # each cycle calls the functions that are recorded; every test's setup enables it again
     monkeypatch.setattr(growing, "STEP", 32)
-    monkeypatch.setattr(replay_module, "OFTEN", 1)
     model, prompt = mlx_mtp.load_model(families.build("glm4_moe_untied", tmp_path)[0]), [1, 2, 3, 0, 2, 2, 1, 3, 0, 1]
     how = {"max_tokens": n, "num_draft_tokens": 0}
     text = prompt + [token for token, *_ in mlx_mtp.generate_step(prompt, model, **how)]

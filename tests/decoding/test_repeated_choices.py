@@ -8,7 +8,6 @@ from plans import Listed, follow
 from sweep import sampled
 
 import mlx_mtp
-from mlx_mtp.decoding import replay as replay_module
 from mlx_mtp.grammar import matcher
 from mlx_mtp.tuning.plan import Plan
 
@@ -18,10 +17,8 @@ FEW = [("free", "greedy", 0, False), ("free", "seeded", 3, True), ("forced", "fi
 
 
 @pytest.fixture(autouse=True)
-def _of_any_mask(monkeypatch, tmp_path):
+def _of_any_mask(monkeypatch, recorded_at_once, own_cache):
     """Store choices under all masks of the tiny vocabulary, with separate costs, and record at once."""
-    monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(replay_module, "OFTEN", 1)
     monkeypatch.setattr(matcher, "MOST_SHARE", 1)
 
 

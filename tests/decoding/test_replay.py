@@ -36,10 +36,8 @@ PROMPT = [1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2]
 
 
 @pytest.fixture(autouse=True)
-def _own(monkeypatch, tmp_path):
+def _own(recorded_at_once, own_cache):
     """Separate costs, and recording at the first occurrence."""
-    monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(replay_module, "OFTEN", 1)
 
 
 def run(model, n, k, *, replay=True, prompt=PROMPT, **options):

@@ -31,9 +31,8 @@ def test_every_site_serves_them():
 
 @linux_only
 @pytest.mark.parametrize(("op", "rows"), sampled(CHEAP[::2], itertools.product(SMALL, TOGETHER_ROWS)))
-def test_rows_have_the_bits_of_one_row(op, rows, monkeypatch):
+def test_rows_have_the_bits_of_one_row(op, rows, quick_trials):
     """Also with NaN and infinity in other rows; those of an op with its own order of sums err as little as MLX's."""
-    monkeypatch.setattr(ab_test, "LAYERS", 1)
     with stock_ops(), emulator.emulated(emulator.Options(traffic=False)):
         site = SMALL[op]()
         if op == SLOW:

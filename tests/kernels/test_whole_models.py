@@ -23,7 +23,7 @@ from mlx_mtp.cache.prompt_cache import make_prompt_cache
 from mlx_mtp.layers import blocks
 from mlx_mtp.layers.attention import Attention
 from mlx_mtp.layers.blocks import block_kind, to_blocks
-from mlx_mtp.tuning import ab_test, kernel_sites, kernel_switch
+from mlx_mtp.tuning import kernel_sites, kernel_switch
 from mlx_mtp.tuning.plan import Plan
 
 pytestmark = linux_only
@@ -168,9 +168,7 @@ def test_many_rows_have_the_bits_of_one_row_steps(checkpoints, name, monkeypatch
 # The layers of the other have tests of their own (tests/layers/test_gated_delta.py).
 @sweep  # CI runs it in a section of its own
 @pytest.mark.parametrize("name", ["step", "hybrid"])
-def test_verified_rows_have_the_bits_of_one_row_steps(checkpoints, name, monkeypatch):
-    monkeypatch.setattr(ab_test, "DRAWS", 1)
-    monkeypatch.setattr(ab_test, "LAYERS", 1)
+def test_verified_rows_have_the_bits_of_one_row_steps(checkpoints, name, monkeypatch, quick_trials):
     monkeypatch.setattr(kernel_sites, "KV_BITS", ())
     trials = kernel_switch.trials
     monkeypatch.setattr(kernel_switch, "trials", lambda *args: [t for t in trials(*args) if t.rows <= len(PROMPT)])

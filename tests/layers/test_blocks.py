@@ -164,9 +164,8 @@ def trial(site, rows):
 
 @linux_only
 @pytest.mark.parametrize("name", SITES)
-def test_trials_accept_kernels_also_of_one_row(name, monkeypatch):
+def test_trials_accept_kernels_also_of_one_row(name, quick_trials):
     """They compare bits with the kernel's own on one row, and errors with those of the dequantized product."""
-    monkeypatch.setattr(ab_test, "DRAWS", 1)
     site, op = SITES[name]("iq4_xs"), name.partition(",")[0]
     assert site.op == op
     with emulator.emulated(emulator.Options(traffic=False)):

@@ -21,7 +21,7 @@ from mlx_mtp.cache.recurrent import RecurrentCache
 from mlx_mtp.cache.slots import PooledState
 from mlx_mtp.layers.gated_delta import Recurrence, row_by_row
 from mlx_mtp.models.qwen3_5 import GatedDeltaNet
-from mlx_mtp.tuning import ab_test, kernel_switch
+from mlx_mtp.tuning import kernel_switch
 from mlx_mtp.tuning.kernel_trials import decide
 
 ALL = frozenset(range(1, 100))
@@ -175,11 +175,10 @@ def test_texts_and_saved_caches(tmp_path, name):
 @linux_only
 @sweep
 @pytest.mark.parametrize(("ratio", "rows"), [(2.0, set(range(1, 9))), (0.5, set())])
-def test_a_trial_releases_its_states(monkeypatch, ratio, rows):
+def test_a_trial_releases_its_states(ratio, rows, quick_trials):
     """A trial runs after rows of its own, with a tape, and releases them."""
     layer = Fed(32, mx.float32)
     site = Recurrence(layer, RecurrentCache)
-    monkeypatch.setattr(ab_test, "DRAWS", 1)
     tried = kernel_switch.trials([site], mx.float32)
     with emulator.emulated(emulator.Options(traffic=False)) as launches, stock_ops():
         verdicts = decide(tried, lane=None, timer=lambda trial: ratio, budget=1e9)

@@ -138,10 +138,8 @@ def _after(layer: Any, x: mx.array, past: tuple[mx.array, mx.array], i: int) -> 
 
 
 @linux_only
-def test_kernels_around_the_attention(monkeypatch):
+def test_kernels_around_the_attention(quick_trials):
     """Per-head products and rotations have the bits of one row, in trials and in the layer's calls."""
-    monkeypatch.setattr(ab_test, "DRAWS", 1)
-    monkeypatch.setattr(ab_test, "LAYERS", 1)
     layer, _ = layers("deepseek_v3", qk_nope_head_dim=64)
     nn.quantize(layer, 32, 4, class_predicate=lambda path, _: path in ("embed_q", "unembed_out"))
     found = [

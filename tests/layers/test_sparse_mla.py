@@ -71,12 +71,11 @@ def test_rows_do_not_depend_on_other_rows(layer, M, slack):
 
 
 @linux_only
-def test_the_kernel_attends_to_selected_rows(tmp_path, monkeypatch):
+def test_the_kernel_attends_to_selected_rows(tmp_path, quick_trials):
     """In a trial and in a layer; without a selection it attends to all rows."""
     path, *_ = families.build("deepseek_v32", tmp_path, kv_lora_rank=32, qk_nope_head_dim=32)
     attention = mlx_mtp.load_model(path).layers[1].self_attn
     site = attention.latent = ChosenAttention(attention, TOPK)
-    monkeypatch.setattr(ab_test, "DRAWS", 1)
     (tried,) = (trial for trial in kernel_switch.trials([site], mx.float16) if trial.rows == 3)
     x, found = mx.random.normal((1, 2 * TOPK + 1, families.H)), []
     with emulator.emulated(emulator.Options(traffic=False)) as launches:

@@ -13,7 +13,7 @@ from sweep import sampled, sweep
 import mlx_mtp
 from mlx_mtp.kernels import _first_launch, _source
 from mlx_mtp.machine.errors import refusal
-from mlx_mtp.tuning import ab_test, kernel_switch
+from mlx_mtp.tuning import kernel_switch
 from mlx_mtp.tuning.kernel_fallback import WITHOUT_TRIAL, KernelRefused, failed_kernels, fall_back
 
 CONFIG = {**tiny.CONFIG, **tiny.SHORTER, "vocab_size": 18}
@@ -26,12 +26,10 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture
-def supported_sites(monkeypatch, tmp_path):
+def supported_sites(monkeypatch, quick_trials, own_cache):
     """Restrict sites to those that the stand-in supports, with one draw and an empty cache directory."""
     place = kernel_switch.place
     monkeypatch.setattr(kernel_switch, "place", lambda model: [s for s in place(model) if s.op in SITES])
-    monkeypatch.setattr(ab_test, "DRAWS", 1)
-    monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path))
 
 
 @pytest.fixture

@@ -119,10 +119,9 @@ def test_attention_of_a_cache_that_begins_late(window, on_the_host):
 
 @linux_only
 @pytest.mark.parametrize("window", [None, 12])
-def test_attention_is_tried_over_caches_of_every_format(window, monkeypatch):
+def test_attention_is_tried_over_caches_of_every_format(window, monkeypatch, quick_trials):
     monkeypatch.setattr(Attention, "OFFSET", 30)
     monkeypatch.setattr(Attention, "SLOTS", 256)
-    monkeypatch.setattr(ab_test, "DRAWS", 1)
     module = qwen3.Attention(qwen3.ModelArgs.from_dict(QWEN3))
     plain, *quantized, placing = kernel_sites._attention(module, window and Ring(window), kernel_sites.KV_BITS)
     assert placing.op == "norm_rope"

@@ -160,10 +160,10 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", sampled(["a row not written"], MISTAKES))
-def test_a_wrong_kernel_is_off_although_requested(checkpoint, monkeypatch, only_products, tmp_path, mistake):
+def test_a_wrong_kernel_is_off_although_requested(
+    checkpoint, monkeypatch, only_products, tmp_path, mistake, quick_trials
+):
     (ops, file, right, wrong), rows = MISTAKES[mistake], sampled([3], [3, 7])
-    monkeypatch.setattr(ab_test, "DRAWS", 1)
-    monkeypatch.setattr(ab_test, "LAYERS", 1)
     for kind in (Stack, GLU):
         monkeypatch.setattr(kind, "candidates", rows)
     broken(monkeypatch, tmp_path, file, right, wrong)
@@ -193,10 +193,9 @@ def test_rows_of_a_glu_kernel_are_exact_without_the_kernel_of_its_stack(checkpoi
     assert kernel_switch.rows_not_exact(found) == ("1 layers' verify_qmm at M=7, 8",)
 
 
-def test_slower_kernels_are_off_and_listed(checkpoint, monkeypatch, only_products, tmp_path):
+def test_slower_kernels_are_off_and_listed(checkpoint, monkeypatch, only_products, own_cache):
     """With injected timings: a load decides up to four rows, the others later, and the next load repeats nothing."""
     monkeypatch.setattr("mlx_mtp.tuning.kernel_trials.check", lambda trial: None)
-    monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path))
     decide, timed = kernel_switch.decide, []
 
     def timer(trial):
@@ -226,7 +225,7 @@ def test_slower_kernels_are_off_and_listed(checkpoint, monkeypatch, only_product
     assert lines[0] == f"verify_qmm {of_heads}: M=2-4 on (1.50x), M=5-8 off (not tried yet)"
     assert lines[1] == f"verify_qmm {of_heads}: M=2-4 on (1.50x), M=5-8 MLX's own (faster)"
     assert reports[0][1] == ("11 layers' verify_qmm at M=5, 6, 7, 8",)
-    (file,) = tmp_path.glob("*.json")
+    (file,) = own_cache.glob("*.json")
     found = json.loads(file.read_text())["found"]
     assert sum(ratio is not None for *_, ratio, _ in found) == len({tuple(key) for *key, _ in timed}) < len(found)
 

@@ -194,8 +194,7 @@ def test_compilation_is_not_counted(monkeypatch):
     assert str(verdicts["d", 2]) == "off: not tried, the 2.5 s for trials were used up"
 
 
-def test_trials_stop_on_request_and_the_others_run_later(monkeypatch, tmp_path):
-    monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path))
+def test_trials_stop_on_request_and_the_others_run_later(monkeypatch, own_cache):
     remembered, trials, compiled = RememberedVerdicts("m"), [of_a_kind(2, shape, kind=shape) for shape in "abc"], []
     monkeypatch.setattr(kernel_trials, "compile_kernel", lambda trial: compiled.append(trial.shape))
     first, timed = decided(trials, lambda _: 1.5, remembered=remembered, stop=lambda: len(compiled) == 2)

@@ -25,10 +25,9 @@ LANES = (None, "exact")
 
 
 @pytest.fixture(autouse=True)
-def undecided(monkeypatch, tmp_path):
+def undecided(monkeypatch, own_cache):
     monkeypatch.setattr(contraction, "_taken", {})
     monkeypatch.setattr(contraction, "_in_use", {})
-    monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path))
 
 
 class Compiled:
@@ -133,10 +132,10 @@ def test_other_spellings_are_tried_only_for_wrong_bits(wrong):
     assert made == {AS_COMPILED}
 
 
-def test_a_spelling_is_remembered_with_the_verdict(tmp_path):
+def test_a_spelling_is_remembered_with_the_verdict(own_cache):
     kernels, remembered = Compiled(), RememberedVerdicts("m")
     first = decided([kernels.trial("verify_glu", "FUSED", rows=m) for m in (2, 3)], remembered=remembered)
-    (file,) = tmp_path.iterdir()
+    (file,) = own_cache.iterdir()
     assert json.loads(file.read_text())["spellings"] == {"verify_glu": "FUSED"}
     contraction._taken.clear()
     contraction._in_use.clear()

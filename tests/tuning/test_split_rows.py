@@ -11,12 +11,8 @@ from mlx_mtp.tuning import kernel_switch
 from mlx_mtp.tuning.kernel_trials import decide
 from mlx_mtp.tuning.verdict_file import RememberedVerdicts
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 REFUSED = fails(RuntimeError("threadgroup is too large"))
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path))
 
 
 def of_both(whole=stock, split=stock, rows=3, **more):
