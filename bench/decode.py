@@ -24,7 +24,7 @@ from rich.table import Table
 
 import mlx_mtp
 from mlx_mtp.bench import timing
-from mlx_mtp.bench.decode import Loop, LoopSettings, MlxLm, Ours, Reader, twin
+from mlx_mtp.bench.decode import Loop, LoopSettings, MlxLm, Ours, PrefilledLoop, twin
 from mlx_mtp.bench.result import environment
 from mlx_mtp.bench.subject import reset_costs
 from mlx_mtp.decoding.summary import paused, percentages
@@ -94,7 +94,7 @@ def distinct_8grams(text: list[int]) -> float:
 
 def measure(loops: list[Loop], prompts: list, settings: LoopSettings, runs: int) -> tuple[dict, list, dict]:
     """Return seconds[loop][run][prompt], the texts, which must be equal for all loops, and each loop's counters."""
-    readers = [{loop.name: Reader(loop, prompt, settings).read() for loop in loops} for _, prompt in prompts]
+    readers = [{loop.name: PrefilledLoop(loop, prompt, settings).read() for loop in loops} for _, prompt in prompts]
     turns = [{name: reader.run for name, reader in of_prompt.items()} for of_prompt in readers]
     for each in turns:
         timing.interleaved(each, 0)  # a warm-up on all prompts, which also records cycles

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 import mlx_mtp
-from mlx_mtp.bench.decode import Loop, LoopSettings, MlxLm, Ours, Reader, twin
+from mlx_mtp.bench.decode import Loop, LoopSettings, MlxLm, Ours, PrefilledLoop, twin
 from mlx_mtp.bench.result import environment
 from mlx_mtp.bench.subject import reset_costs
 from mlx_mtp.demo import demo_path
@@ -54,7 +54,7 @@ def text_of(tokenizer, tokens: int) -> list[int]:
 
 def measure(loops: list[Loop], prompt: list[int], settings: LoopSettings, rounds: int) -> dict[str, list[float]]:
     """Return the seconds of each loop by round."""
-    readers, order = {loop.name: Reader(loop, prompt, settings).read() for loop in loops}, random.Random(0)
+    readers, order = {loop.name: PrefilledLoop(loop, prompt, settings).read() for loop in loops}, random.Random(0)
     seconds: dict[str, list[float]] = {name: [] for name in readers}
     for round_ in range(-WARMUPS, rounds):
         for name in order.sample(list(readers), len(readers)):
@@ -64,7 +64,7 @@ def measure(loops: list[Loop], prompt: list[int], settings: LoopSettings, rounds
     return seconds
 
 
-def turn(reader: Reader) -> float:
+def turn(reader: PrefilledLoop) -> float:
     """Generate once and return the seconds."""
     loop, settings = reader.loop, reader.settings
     cache = copy.deepcopy(reader.cache, {id(loop.model): loop.model})

@@ -14,7 +14,7 @@ from pathlib import Path
 import mlx_mtp
 from mlx_mtp.demo import demo_path
 from mlx_mtp.lossless.compare import Comparison, Reference, compare, ways
-from mlx_mtp.lossless.prompts import Prompt
+from mlx_mtp.lossless.prompts import NamedPrompt
 
 source, new, bits = (*sys.argv[1:4], *(None,) * (4 - len(sys.argv)))[:3]
 new = new or Path(tempfile.mkdtemp()) / "converted"
@@ -24,7 +24,7 @@ written = mlx_mtp.convert(source or demo_path(), new, quantize=bits is not None,
 print(f"{written.nbytes / 1e6:.1f} MB in {written.path}\n\n{written.report}\n")
 
 model, tokenizer = mlx_mtp.load(written.path)
-prompt = Prompt("code", tokenizer.encode("def read_lines(path):"))
+prompt = NamedPrompt("code", tokenizer.encode("def read_lines(path):"))
 
 # The reference is plain decoding. Where a text differs, both tokens are judged: if they were equally likely up to
 # rounding it is a near-tie, which 16 bits allow; anything else is a bug.

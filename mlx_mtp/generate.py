@@ -28,7 +28,7 @@ from .decoding.images import images_of, with_images
 from .decoding.loop import decode
 from .decoding.memory_needs import make_room
 from .decoding.sampling import LogitsProcessor, Picker, Sampler, Sampling, random_key
-from .decoding.seating import Options
+from .decoding.seating import DriverOptions
 from .decoding.sequence import Asked, Yielded, new_sequence
 from .decoding.stats import Stats
 from .grammar import Constraint, Grammar, compiled
@@ -111,7 +111,7 @@ def generate_step(
     picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, key, draft_sampling)
     sequence = new_sequence(cache, len(tokens), picker, stops, max_tokens, k, stats, asked=asked, grammar=limits)
     switch_on_for_drafts(model, max(k, sequence.max_lookup, sequence.most_forced))
-    driver = Driver(model, Options(chunk, adaptive, draft_p_min, compile_cycles))
+    driver = Driver(model, DriverOptions(chunk, adaptive, draft_p_min, compile_cycles))
     return in_turns(_decoded(driver, sequence, tokens, prompt_progress_callback), adapters_now(model))
 
 

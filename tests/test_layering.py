@@ -137,6 +137,25 @@ def test_a_name_of_the_engine_is_defined_once():
     assert [name for name, number in Counter(names).items() if number > 1 and not name.startswith("_")] == []
 
 
+def test_a_class_is_defined_once():
+    """One word, one thing, in all rooms; families name their parts alike, and implement the protocols of pictures."""
+    tops = [(file, node) for file in FILES if room_of(file) != "models" for node in parsed(file)[0].body]
+    names = Counter(node.name for _, node in tops if isinstance(node, ast.ClassDef))
+    aliases = {
+        target.id
+        for _, node in tops
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and not target.id.isupper()
+    }
+    of_models = {
+        p.name for f in FILES if room_of(f) == "models" for p in parsed(f)[0].body if isinstance(p, ast.ClassDef)
+    }
+    assert [name for name, number in names.items() if number > 1] == []
+    assert names.keys() & aliases == set()
+    assert names.keys() & of_models - {"Attention", "Pixels", "Tower"} == set()
+
+
 def test_what_explains_a_token_is_short():
     page = (ROOT / "CONTRIBUTING.md").read_text().partition("**One token, from prompt to screen**")[2]
     files = re.findall(r"^\d+\. `(\S+)`:", page.partition("## Where to look")[0], re.MULTILINE)

@@ -21,7 +21,7 @@ from mlx_mtp.bench.subject import open_subject
 from mlx_mtp.cli.verify_tables import _ways
 from mlx_mtp.demo import demo_path
 from mlx_mtp.lossless.compare import Comparison, Reference, compare, ways
-from mlx_mtp.lossless.prompts import Prompt
+from mlx_mtp.lossless.prompts import NamedPrompt
 from mlx_mtp.tuning.controller import Controller
 from mlx_mtp.tuning.plan import PLAIN
 
@@ -132,7 +132,7 @@ def test_the_tables_of_bench_decode_and_doctor():
 
 def test_the_table_of_verify_lossless(demo):
     model, tokenizer = demo
-    reference = Reference(model, Prompt("code", tokenizer.encode(CODE)), max_tokens=8, stops=())
+    reference = Reference(model, NamedPrompt("code", tokenizer.encode(CODE)), max_tokens=8, stops=())
     *_, way = ways(3, adaptive=True, p_min=0.0, lookup=False, compiled=False)
     compare(reference, way, found := Comparison(way.name))
     shown = in_columns(_ways("greedy", [found]))

@@ -7,7 +7,7 @@ from mlx_lm.generate import StopSequences
 
 from ..decoding.ranges import OPTIONS
 from ..decoding.sampling import Sampling
-from ..machine.ranges import Allowed, Kind, Tokens, check
+from ..machine.ranges import Allowed, InstanceOf, Tokens, check
 
 
 class Stops(NamedTuple):
@@ -32,7 +32,7 @@ class Samplers(NamedTuple):
 STOPS = Stops()
 # By name: what an entry that is not None must be. Others are checked where they are used.
 ALLOWED: dict[str, Allowed] = {
-    "caches": Kind("a prompt cache", (Iterable,)),
+    "caches": InstanceOf("a prompt cache", (Iterable,)),
     "samplers": Samplers(),
     "logits_processors": OPTIONS["logits_processors"],
     "stop_sequences": STOPS,

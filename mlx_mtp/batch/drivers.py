@@ -6,10 +6,10 @@ from typing import Any
 from ..cache.prompt_cache import PromptCache
 from ..decoding.driver import Driver, NewTokens
 from ..decoding.run import Run
-from ..decoding.seating import Options
+from ..decoding.seating import DriverOptions
 from ..decoding.sequence import Sequence
 from .admission import layout_of
-from .settings import Settings
+from .settings import BatchSettings
 
 
 def is_lone(sequence: Sequence) -> bool:
@@ -25,7 +25,7 @@ class Drivers:
     controls: `Controls.control`, or a function with the same arguments and result.
     """
 
-    def __init__(self, settings: Settings, controls: Callable[..., Any]):
+    def __init__(self, settings: BatchSettings, controls: Callable[..., Any]):
         self.settings, self.controls = settings, controls
         self.own: list[Driver] = []
         self.shared: dict[str, Driver] = {}
@@ -100,7 +100,7 @@ class Drivers:
 
     def _driver(self) -> Driver:
         s = self.settings
-        options = Options(s.chunk, s.adaptive, s.draft_p_min, s.compile_cycles)
+        options = DriverOptions(s.chunk, s.adaptive, s.draft_p_min, s.compile_cycles)
         return Driver(s.model, options, lambda *of: self.controls(*of), s.stats)
 
     def _drop_finished(self) -> None:

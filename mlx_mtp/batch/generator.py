@@ -28,7 +28,7 @@ from .admission import Admission
 from .arguments import STOPS, columns_of
 from .drivers import Drivers
 from .responses import PromptResponse, Request, Response
-from .settings import Settings
+from .settings import BatchSettings
 
 END = object()  # what `next` returns at the end of an iterator
 
@@ -68,7 +68,7 @@ class BatchGenerator:
         self.logits_processors = list(logits_processors or [])
         self.completion_batch_size = completion_batch_size
         chunk = checked.default_chunk(model) if prefill_step_size is None else prefill_step_size
-        self.settings = settings = Settings(model, chunk, max_kv_size, **options)
+        self.settings = settings = BatchSettings(model, chunk, max_kv_size, **options)
         checked.check_sampling(settings.sampling, sampler, settings.draft_sampling)
         self._stops = StopSequences(stop_tokens or None)
         how = {"adaptive": settings.adaptive, "p_min": settings.draft_p_min > 0, "replayed": settings.replays}

@@ -22,7 +22,7 @@ from .responses import Request
 SAMPLING = tuple(Sampling.__dataclass_fields__)
 
 
-class Settings:
+class BatchSettings:
     """The checked options of `generate_step` that hold for every sequence of a batch.
 
     Raises TypeError for an unknown option, ValueError for sampling or num_draft_tokens out of range.

@@ -20,7 +20,7 @@ from ..kernels import on_metal
 from ..machine.atomic import write_whole
 from ..machine.errors import first_line
 from . import result
-from .compile_jobs import TYPES, Job, probe, reason, types_of
+from .compile_jobs import TYPES, CompileJob, probe, reason, types_of
 from .compile_process import CRASHED, HUNG, MESSAGE, Child
 
 FORMAT = 1
@@ -31,10 +31,10 @@ COMPILERS = {"metal": "Apple's, by MLX", "front end": "clang's front end for C++
 NOT_REACHED, COMPILED, REFUSED = "not reached", "compiled", "refused"
 NO_TYPE = "type not supported"
 FAILED = (REFUSED, HUNG, CRASHED)
-Found = dict[str, Any]
+Result = dict[str, Any]
 
 
-def _not_reached(job: Job) -> Found:
+def _not_reached(job: CompileJob) -> Result:
     arguments, group = dict(job["call"]["template"]), math.prod(job["call"]["threadgroup"])
     line = {"kernel": job["name"], "arguments": arguments, "types": types_of(job), "threads": group}
     return {**line, "status": NOT_REACHED}
@@ -47,21 +47,21 @@ class CompileCheck:
     lacks, with the reason.
     """
 
-    def __init__(self, jobs: Sequence[Job], file: Path, limit: float = LIMIT, command: Sequence[str] = ()):
+    def __init__(self, jobs: Sequence[CompileJob], file: Path, limit: float = LIMIT, command: Sequence[str] = ()):
         way = "metal" if on_metal() else "front end"
         self.jobs, self.file, self.limit, self.metal = jobs, file, limit, way == "metal"
         self.command = [*command] or [sys.executable, "-m", "mlx_mtp.bench.compile_child", way]
         self.child: Child | None = None
         self.written = 0.0
-        self.texts: list[Found] = [_not_reached(job) for job in jobs]
-        self.lacking: Found = {}
-        self.found: Found = {
+        self.texts: list[Result] = [_not_reached(job) for job in jobs]
+        self.lacking: Result = {}
+        self.found: Result = {
             **{"doctor": FORMAT, "compile_only": True, "environment": result.environment(), "metal": self.metal},
             **{"compiler": COMPILERS[way], "limit_seconds": limit, "finished": False, "running": None},
             **{"not_checked": None, "types_not_supported": self.lacking, "counts": {}, "texts": self.texts},
         }
 
-    def run(self, progress: Callable[[str, int, int], None]) -> Found:
+    def run(self, progress: Callable[[str, int, int], None]) -> Result:
         """Compile the texts, except those with types that the device lacks; return the report, ready for JSON.
 
         The report is written to `file` even after an error. progress: called before each text with its kernel, the
@@ -91,7 +91,7 @@ class CompileCheck:
             self.write()
         return self.found
 
-    def _answer(self, job: Job) -> Found:
+    def _answer(self, job: CompileJob) -> Result:
         """Compile one text in the child, started if there is none; return a dict of its status and seconds.
 
         The dict also has the message of a failure, and `most_threads` if known. A hung or crashed child is ended.
@@ -132,7 +132,7 @@ class CompileCheck:
         self.written = time.monotonic()
 
 
-def lines(found: Found) -> Iterator[str]:
+def lines(found: Result) -> Iterator[str]:
     """Yield a report as lines: one per kernel, one per failed text, then types, compiler and what was not checked.
 
     If an error ended the check, yield only one line, with the error.
@@ -159,6 +159,6 @@ def lines(found: Found) -> Iterator[str]:
         yield "not checked without a Metal GPU: Apple's compiler, pipelines, registers, results"
 
 
-def is_good(found: Found) -> bool:
+def is_good(found: Result) -> bool:
     """Return whether the check finished and each text was compiled or uses a type that the device lacks."""
     return found["finished"] and not any(text["status"] in FAILED for text in found["texts"])

@@ -12,13 +12,13 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-Job = Mapping[str, Any]
-Answer = dict[str, Any]
+CompileJob = Mapping[str, Any]
+CompileAnswer = dict[str, Any]
 TOO_MANY = 2048  # threads of a group: twice what any Apple GPU grants
 MOST = re.compile(r"maximum allowed threads per threadgroup \((\d+)\)")
 
 
-def by_mlx(job: Job) -> Answer:
+def by_mlx(job: CompileJob) -> CompileAnswer:
     """Compile and run a job with MLX on the GPU, with zeros for missing values.
 
     Returns a dict: "refused", the type and message of MLX's error, or None; and, unless refused, "most_threads".
@@ -61,14 +61,14 @@ def most_threads(launch: Callable[..., Any], call: Mapping[str, Any]) -> int | N
     return None
 
 
-def by_front_end(job: Job) -> Answer:
+def by_front_end(job: CompileJob) -> CompileAnswer:
     """Check a job's text with clang's front end; return {"refused": the findings, one a line, or None}."""
     from ..emulator.front_end import check
 
     return {"refused": "\n".join(map(str, check(job["text"], job["name"]))) or None}
 
 
-WAYS: dict[str, Callable[[Job], Answer]] = {"metal": by_mlx, "front end": by_front_end}
+WAYS: dict[str, Callable[[CompileJob], CompileAnswer]] = {"metal": by_mlx, "front end": by_front_end}
 
 
 def main(way: str) -> None:

@@ -15,7 +15,7 @@ from .kernel_launches import BLOCKS, FORMATS, RELEASED, groups
 
 OPS = tuple(sorted(path.stem for path in DIRECTORY.glob("*.metal")))
 SMALL = 64  # maximum elements of an array whose values are kept
-Job = dict[str, Any]
+CompileJob = dict[str, Any]
 
 
 def type_name(dtype: mx.Dtype) -> str:
@@ -58,7 +58,7 @@ def _different(every_format: bool) -> list[RecordedLaunch]:
     return sorted(different.values(), key=lambda each: each.text.kernel)
 
 
-def job_of(launch: RecordedLaunch) -> Job:
+def job_of(launch: RecordedLaunch) -> CompileJob:
     """Return a launch ready for JSON: name, text, arguments of `metal_kernel` and of its call.
 
     Arrays become shapes and dtypes; small arrays keep their values, which may be sizes.
@@ -70,12 +70,12 @@ def job_of(launch: RecordedLaunch) -> Job:
     return {"name": launch.text.kernel, "text": launch.text.text, "kernel": launch.kernel, "call": call}
 
 
-def _input(x: mx.array) -> Job:
+def _input(x: mx.array) -> CompileJob:
     values = {"values": x.flatten().tolist()} if x.size <= SMALL else {}
     return {"shape": x.shape, "dtype": type_name(x.dtype), **values}
 
 
-def types_of(job: Job) -> list[str]:
+def types_of(job: CompileJob) -> list[str]:
     """Return the names of the floating-point types that a job's arrays and template use, in the order of TYPES."""
     call = job["call"]
     named = {given["dtype"] for given in call["inputs"] if isinstance(given, dict)} | {*call["output_dtypes"]}
@@ -83,7 +83,7 @@ def types_of(job: Job) -> list[str]:
     return [each for each in TYPES if each in named]
 
 
-def probe(dtype: str) -> Job:
+def probe(dtype: str) -> CompileJob:
     """Return a job with a minimal kernel that computes in a type; MLX refuses it if the GPU lacks the type."""
     names = {"name": "probe", "input_names": ["x"], "output_names": ["y"]}
     kernel = {**names, "source": "uint i = thread_position_in_grid.x; y[i] = T(float(x[i]) + 1);"}

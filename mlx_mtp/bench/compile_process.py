@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .compile_jobs import Job
+from .compile_jobs import CompileJob
 
 HUNG, CRASHED = "hung", "crashed"
 POLL = 1.0  # seconds between two calls of `wait`
 MESSAGE = 4000  # maximum characters of a message
-Found = dict[str, Any]
+Result = dict[str, Any]
 
 
 class Child:
@@ -36,7 +36,7 @@ class Child:
             self.answers.put(line)
         self.answers.put("")
 
-    def ask(self, job: Job | None, limit: float, wait: Callable[[], None]) -> Found:
+    def ask(self, job: CompileJob | None, limit: float, wait: Callable[[], None]) -> Result:
         """Send a job (None: nothing) and return the next answer; call `wait` about every second until it arrives.
 
         If none arrives within `limit` seconds, or the process ends, a dict with "status" HUNG or CRASHED and a

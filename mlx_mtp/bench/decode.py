@@ -146,7 +146,7 @@ class TimedRun:
 
 
 @dataclass
-class Reader:
+class PrefilledLoop:
     """A loop whose `read` prefills all tokens of a prompt but the last; each `run` continues a copy of that cache.
 
     seconds, peak: of the prefill.
@@ -159,7 +159,7 @@ class Reader:
     seconds: float = 0.0
     peak: int = 0
 
-    def read(self) -> "Reader":
+    def read(self) -> "PrefilledLoop":
         held = _begin()
         self.cache = self.loop.new_cache(self.settings)
         tic = time.perf_counter()
@@ -196,7 +196,7 @@ def _begin() -> int:
     return mx.get_active_memory()
 
 
-def entry_of(prompt: BenchPrompt, reader: Reader, runs: Sequence[TimedRun]) -> dict[str, Any]:
+def entry_of(prompt: BenchPrompt, reader: PrefilledLoop, runs: Sequence[TimedRun]) -> dict[str, Any]:
     """Return a dict about one loop on one prompt; lists have a value per round, those about cycles none for mlx-lm.
 
     context: the length that the prompt was padded to, or 0. read_seconds: of the prefill without the last token.
@@ -297,12 +297,12 @@ def measure(session: Session, prompts: Sequence[BenchPrompt], settings: LoopSett
     progress("", len(prompts), len(prompts))
 
 
-def _readers(session: Session, prompt: BenchPrompt, settings: LoopSettings) -> dict[str, Reader]:
+def _readers(session: Session, prompt: BenchPrompt, settings: LoopSettings) -> dict[str, PrefilledLoop]:
     """Return a Reader by loop name, after its prefill of the prompt; without mlx-lm's if that raises an error."""
     readers, settings = {}, replace(settings, grammar=prompt.grammar, pictures=prompt.pictures)
     for loop in session.loops:
         try:
-            readers[loop.name] = Reader(loop, prompt.tokens, settings).read()
+            readers[loop.name] = PrefilledLoop(loop, prompt.tokens, settings).read()
         except Exception as e:  # mlx-lm raises many types
             if not isinstance(loop, MlxLm):
                 raise

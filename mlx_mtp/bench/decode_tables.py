@@ -21,7 +21,7 @@ UNLIKE = ("chip", "memory_bytes", "cores", "os", "python", "device", "blas", "th
 Setting = tuple[int, int | None, int | None]  # context, kv_bits, mtp_kv_bits
 
 
-class Row:
+class SpeedRow:
     """One loop over some prompts in one setting.
 
     tokens, drafted, accepted: per round on average, with drafts of lookups and grammars.
@@ -82,14 +82,14 @@ def categories(found: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(entry["category"] for entry in found["entries"]))
 
 
-def rows(found: dict[str, Any], setting: Setting, category: str | None = None) -> list[Row]:
+def rows(found: dict[str, Any], setting: Setting, category: str | None = None) -> list[SpeedRow]:
     """Return a Row per loop, over the prompts of a setting and of a category (None: of all categories)."""
     loops: dict[str, list[dict[str, Any]]] = {}
     for entry in found["entries"]:
         if setting_of(entry) == setting and category in (None, entry["category"]):
             loops.setdefault(entry["contender"], []).append(entry)
     speeds = {name: _speeds(entries) for name, entries in loops.items()}
-    return [Row(name, entries, speeds) for name, entries in loops.items()]
+    return [SpeedRow(name, entries, speeds) for name, entries in loops.items()]
 
 
 def _speeds(entries: Sequence[dict[str, Any]]) -> list[float]:
@@ -137,7 +137,7 @@ def by_category(found: dict[str, Any], setting: Setting) -> Table:
     return table
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: SpeedRow) -> list[str]:
     rates = percentages(row.rates, separator="/", missing="-")
     per_cycle = f"{row.tokens_per_cycle:.2f}" if row.tokens_per_cycle else ""
     drafts = [f"{row.drafted:.0f}", f"{row.accepted:.0f}", rates, per_cycle] if row.drafted > 0 else [""] * 4
@@ -152,7 +152,7 @@ def _with_spread(value: Measured | None) -> str:
     return f"{value.median:.2f} ({f'{value.spread:.0%}' if value.count > 1 else '-'})" if value else ""
 
 
-class Change(NamedTuple):
+class SpeedChange(NamedTuple):
     """A loop's speed, or its ratio to another loop, in two results.
 
     what: the compared value, "tok/s" or "over ...". ratio: after over before. beyond: whether it changed by more than
@@ -168,7 +168,7 @@ class Change(NamedTuple):
     beyond: bool
 
 
-def changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
+def changes(before: dict[str, Any], after: dict[str, Any]) -> list[SpeedChange]:
     """Return a Change for each speed and ratio of the loops and settings that both results have."""
     found = []
     for setting in settings(after):
@@ -179,7 +179,7 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
                 if earlier and later and what != f"over {row.contender}":
                     change, known = later.median / earlier.median, min(earlier.count, later.count) > 1
                     beyond = known and abs(change - 1) > max(earlier.spread, later.spread)
-                    found.append(Change(setting, row.contender, what, earlier, later, change, beyond))
+                    found.append(SpeedChange(setting, row.contender, what, earlier, later, change, beyond))
     return found
 
 

@@ -38,19 +38,19 @@ CATEGORIES, MAX_TOKENS = ("code_python", "explain_concept"), 48
 OPS = tuple(SMALL)
 TYPES = (mx.bfloat16, mx.float16, mx.float32)  # the most common first
 Progress = Callable[[str], None]
-Found = dict[str, Any]
+Result = dict[str, Any]
 
 
-def examine(subject: Subject, progress: Progress) -> Found:
+def examine(subject: Subject, progress: Progress) -> Result:
     """Run all parts and return their results, ready for JSON; the model must have been loaded without kernels.
 
     progress: receives each part's name before it starts. A failed part has only "failed": its error's type and first
     line.
     """
     tic, before, examined = time.time(), thermal_state(), ExaminedModel(subject)
-    found: Found = {"doctor": FORMAT, "environment": {**result.environment(), "gpu_cores": gpu_cores()}}
+    found: Result = {"doctor": FORMAT, "environment": {**result.environment(), "gpu_cores": gpu_cores()}}
     found["metal"] = on_metal()
-    parts: dict[str, Callable[[], Found]] = {"kernels": partial(_every, progress)}
+    parts: dict[str, Callable[[], Result]] = {"kernels": partial(_every, progress)}
     parts |= {name: getattr(examined, name) for name in ("facts", "verify", "decode", "host")}
     for name, run in parts.items():
         progress(PARTS[name])
@@ -60,27 +60,27 @@ def examine(subject: Subject, progress: Progress) -> Found:
     return _ended(found, tic)
 
 
-def examine_bits(ops: Sequence[str], progress: Progress) -> Found:
+def examine_bits(ops: Sequence[str], progress: Progress) -> Result:
     """Check the results of these ops (none: all) on small shapes, without times, and return a report.
 
     They run on the GPU in each type that it supports, else emulated in one type; without a GPU and a clang for the
     emulator nothing is checked, and the report states that.
     """
     tic = time.time()
-    found: Found = {"doctor": FORMAT, "bits_only": True, "op": [*ops], "environment": result.environment()}
+    found: Result = {"doctor": FORMAT, "bits_only": True, "op": [*ops], "environment": result.environment()}
     found["metal"] = on_metal()
     found["kernels"] = _or_why({}, partial(_small, ops or tuple(SMALL), progress))
     return _ended(found, tic)
 
 
-def _ended(found: Found, tic: float) -> Found:
+def _ended(found: Result, tic: float) -> Result:
     """Return a report with its summary by kernel (unless the part "kernels" failed), duration and date added."""
     if "failed" not in found["kernels"]:
         found["every_kernel"] = by_kernel(found)
     return found | {"seconds": time.time() - tic, "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime(tic))}
 
 
-def _or_why(line: Found, run: Callable[[], Found]) -> Found:
+def _or_why(line: Result, run: Callable[[], Result]) -> Result:
     """Return a copy of a line with the result of `run` added.
 
     If `run` raises, "failed" is added instead: the error's type and first line.
@@ -91,7 +91,7 @@ def _or_why(line: Found, run: Callable[[], Found]) -> Found:
         return line | {"failed": with_type(e)}
 
 
-def _every(progress: Progress) -> Found:
+def _every(progress: Progress) -> Result:
     """Check every op: on the GPU, timed, on released models' shapes; else emulated on small ones, if clang exists."""
     if not on_metal():
         return _emulated(tuple(SMALL), progress)
@@ -104,7 +104,7 @@ def _every(progress: Progress) -> Found:
     return {"found": found, "types_not_supported": missing}
 
 
-def _small(ops: Sequence[str], progress: Progress) -> Found:
+def _small(ops: Sequence[str], progress: Progress) -> Result:
     """Check some ops on small shapes, without times."""
     if not on_metal():
         return _emulated(ops, progress)
@@ -117,12 +117,12 @@ def _small(ops: Sequence[str], progress: Progress) -> Found:
     return {"found": found, "types_not_supported": missing}
 
 
-def _emulated(ops: Sequence[str], progress: Progress) -> Found:
+def _emulated(ops: Sequence[str], progress: Progress) -> Result:
     try:
         find_clang()
     except ValueError as e:
         return {"found": [], "not_checked": f"kernels not checked: {first_line(e)}"}
-    found: list[Found] = []
+    found: list[Result] = []
     for op in ops:
         progress(f"{op}, emulated")
         found.append(_or_why({"op": op}, partial(emulated_check.of_op, op)))
@@ -131,7 +131,7 @@ def _emulated(ops: Sequence[str], progress: Progress) -> Found:
 
 def on_gpu(
     name: str, op: str, build: Callable[[], Sequence[Any]], dtype: mx.Dtype, timed: bool = True
-) -> Iterator[Found]:
+) -> Iterator[Result]:
     """Yield a line for each kernel and row count of the sites that `build` returns: checked and, if `timed`, timed.
 
     name: of the shape, for reports. A failure is a line with "failed".
@@ -149,7 +149,7 @@ def on_gpu(
     mx.clear_cache()
 
 
-def tried(trial: KernelTrial, timed: bool = True) -> Found:
+def tried(trial: KernelTrial, timed: bool = True) -> Result:
     """Compile and check one kernel, and time it if it is right and `timed`.
 
     wrong: what is wrong, or None. ratio: stock MLX's time over the kernel's, None if not timed. For a kernel that may
@@ -161,7 +161,7 @@ def tried(trial: KernelTrial, timed: bool = True) -> Found:
         compile_kernel(each)
     compiled = time.perf_counter() - tic
     wrong, only_split = check_split(trial)
-    found: Found = {"spelling": spelling(trial.op), "compile_seconds": compiled, "ratio": None}
+    found: Result = {"spelling": spelling(trial.op), "compile_seconds": compiled, "ratio": None}
     if trial.split:
         reasons = {
             TOGETHER: check(trial.chosen(False)) if only_split else wrong,
@@ -187,7 +187,7 @@ class ExaminedModel:
         """The model's kernels, tried at the first access; those that are right and faster are on."""
         return verify.Kernels(self.model, None)
 
-    def facts(self) -> Found:
+    def facts(self) -> Result:
         """Return the model's facts, with the report of its kernels as "kernels".
 
         "found" is the check of these kernels on the model's own shapes; [] without a Metal GPU.
@@ -197,14 +197,14 @@ class ExaminedModel:
             own = list(on_gpu("the model", "its kernels", lambda: kernels.sites, self.model.no_hidden().dtype))
         return {**self.subject.facts, "kernels": list(kernels.words), "found": own}
 
-    def verify(self) -> Found:
+    def verify(self) -> Result:
         """Return a result of `bench verify` on the whole model alone: 1 to 8 rows, stock and with the kernels."""
         text = verify.text_of(self.subject, CONTEXT)
         plan = verify.CurvePlan(ROWS, (CONTEXT,), ROUNDS)
         curve = next(verify.measure(self.model, text, self.kernels, plan, default_chunk(self.model)))
         return result.result("verify", self.subject.facts, {"rows": ROWS, "rounds": ROUNDS}, curves=[curve])
 
-    def decode(self) -> Found:
+    def decode(self) -> Result:
         """Return a result of `bench decode`, of two prompts; its "differences" are those of `decode.broken`."""
         session = decode.open_session(self.subject, (), ROUNDS, 0.0)
         prompts = make_prompts(self.subject.tokenizer, self.model.vocab_size, each=1, only=CATEGORIES)
@@ -214,7 +214,7 @@ class ExaminedModel:
         found = decode.as_result(session, {"max_tokens": MAX_TOKENS})
         return {**found, "differences": decode.broken(found)}
 
-    def host(self) -> Found:
+    def host(self) -> Result:
         """Return a result of `bench profile`: a cycle's phases, waiting for each, and the host's work in between."""
         (prompt,) = make_prompts(self.subject.tokenizer, self.model.vocab_size, each=1, only=CATEGORIES[:1])
         k = min(DRAFTS, default_draft_tokens(self.model))

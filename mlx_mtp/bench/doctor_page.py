@@ -9,13 +9,13 @@ from .emulated_check import BITS, OWN_BITS
 from .page import tables_of
 from .profile_report import remarks
 
-Found = dict[str, Any]
+Result = dict[str, Any]
 STATES = {"compiled": "no", "right": "WRONG"}  # the text of a state that does not hold
 ALTERNATIVES = {"rows_split": SPLIT, "rows_together": TOGETHER}
 NOT_SAID = "not known: not reported by the system"
 
 
-def verdict(found: Found) -> tuple[bool, str]:
+def verdict(found: Result) -> tuple[bool, str]:
     """Return whether a report has no fault, and a line about what was checked and what was not."""
     kernels = every_kernel(found)
     wrong = {name_of(k) for k in kernels if k.get("wrong")}
@@ -38,7 +38,7 @@ def verdict(found: Found) -> tuple[bool, str]:
     return not (wrong or failed or off or parts or texts), "; ".join(words)
 
 
-def name_of(kernel: Found) -> tuple[str, ...]:
+def name_of(kernel: Result) -> tuple[str, ...]:
     return kernel["op"], kernel.get("shape", kernel.get("of", ""))
 
 
@@ -51,7 +51,7 @@ PARTS = {
 }
 
 
-def page(found: Found) -> str:
+def page(found: Result) -> str:
     """Return a report of `examine` or `examine_bits` as a Markdown page."""
     good, words = verdict(found)
     well = "No fault found" if "not_checked" in found["kernels"] else "All well"
@@ -82,7 +82,7 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], sides: str) -> 
         yield "| " + " | ".join(f"{c:{side}{w}}" for c, side, w in zip(line, sides, widths, strict=True)) + " |"
 
 
-def machine(found: Found) -> Iterator[str]:
+def machine(found: Result) -> Iterator[str]:
     e, heat, model = found["environment"], found.get("thermal"), found.get("facts")
     commit = f" ({e['commit']})" if e["commit"] else ""
     facts = {
@@ -102,7 +102,7 @@ def machine(found: Found) -> Iterator[str]:
     yield from table(first, others, "<")
 
 
-def kernels(found: Found) -> Iterator[str]:
+def kernels(found: Result) -> Iterator[str]:
     if reason := found["kernels"].get("not_checked"):
         yield f"{reason[0].upper()}{reason[1:]}."
         return
@@ -128,7 +128,7 @@ def kernels(found: Found) -> Iterator[str]:
         yield f"\nOFF: {kernel}, M={', '.join(map(str, rows))}: {reason}"
 
 
-def summary(found: Found) -> Iterator[str]:
+def summary(found: Result) -> Iterator[str]:
     """Yield the lines of a table with a row per kernel, then what was not checked and for which kernels."""
     listed = by_kernel(found)
     headers = ("kernel", "checked as", "compiled", "right", "ratio", "alternative", "registers")
@@ -141,7 +141,7 @@ def summary(found: Found) -> Iterator[str]:
         yield f"- {names_shown}: {reason}"
 
 
-def _summed(k: Found) -> tuple[str, ...]:
+def _summed(k: Result) -> tuple[str, ...]:
     states = ({True: "yes", False: f"**{no}**", None: ""}[k[what]] for what, no in STATES.items())
     ratio = "-".join(dict.fromkeys(f"{r:.2f}" for r in k["ratio"] or ()))
     found = k["alternative"] or {}
@@ -153,7 +153,7 @@ def _summed(k: Found) -> tuple[str, ...]:
     return f"`{k['kernel']}`", ", ".join(k["checked_as"]), *states, ratio, alternative, registers
 
 
-def _counted(k: Found) -> tuple[Any, ...]:
+def _counted(k: Result) -> tuple[Any, ...]:
     if "failed" in k:
         return k["op"], "", "", "**failed**", "", "", "", ""
     result = "**WRONG**" if k["wrong"] else "right"
@@ -161,7 +161,7 @@ def _counted(k: Found) -> tuple[Any, ...]:
     return k["op"], k["shape"], k["against"], result, *counts
 
 
-def _timed(listed: Sequence[Found]) -> Iterator[tuple[Any, ...]]:
+def _timed(listed: Sequence[Result]) -> Iterator[tuple[Any, ...]]:
     for name in dict.fromkeys(map(name_of, listed)):
         of = [k for k in listed if name_of(k) == name]
         done = {k["rows"]: k for k in of if "failed" not in k}
@@ -172,13 +172,13 @@ def _timed(listed: Sequence[Found]) -> Iterator[tuple[Any, ...]]:
         yield *name, state, *("" if r is None else f"{r:.2f}" for r in ratios), f"{seconds:.1f}"
 
 
-def verify(found: Found) -> Iterator[str]:
+def verify(found: Result) -> Iterator[str]:
     where = "on the GPU" if found["metal"] else "on the CPU, whose products differ from a GPU's"
     yield f"Time of M rows over that of one, {where}.\n"
     yield from of_bench(found["verify"])
 
 
-def decoding(found: Found) -> Iterator[str]:
+def decoding(found: Result) -> Iterator[str]:
     d = found["decode"]
     yield "Greedy texts of the same prompts in turn; per depth: the share of accepted drafts.\n"
     yield from of_bench(d)
@@ -187,12 +187,12 @@ def decoding(found: Found) -> Iterator[str]:
         yield f"\nDIFFERENT TEXT: {x['contender']} on {x['category']}, token {x['position']}"
 
 
-def host(found: Found) -> Iterator[str]:
+def host(found: Result) -> Iterator[str]:
     yield from of_bench(found["host"])
     yield from remarks(found["host"])
 
 
-def of_bench(found: Found) -> Iterator[str]:
+def of_bench(found: Result) -> Iterator[str]:
     """Yield the lines of the tables of a `bench` result, each between its title and its caption."""
     for made in tables_of(found):
         headers = [str(column.header).replace("/\n", "/").replace("\n", " ") for column in made.columns]

@@ -11,7 +11,7 @@ from ..tuning.kernel_verdict import WORDS
 from .compile_child import most_threads
 from .compile_jobs import OPS as KERNELS
 
-Found = dict[str, Any]
+Result = dict[str, Any]
 NOT_TOLD = "not reported by MLX"
 REGISTERS = "registers: MLX does not report the pipeline's maxTotalThreadsPerThreadgroup"
 NO_CASE = "compiled, right, ratio: no case launches it; `mlx-mtp doctor --compile-only` compiles it"
@@ -21,7 +21,7 @@ BITS_ONLY = "ratio, choice of an alternative: --bits-only measures no times"
 WRONG, FAILED = "ratio: it is wrong", "ratio: it failed"
 
 
-def launched(trial: KernelTrial) -> Found:
+def launched(trial: KernelTrial) -> Result:
     """Describe the launches of a trial's op; call it last, because it leaves zeros in the trial's arrays.
 
     kernels: names of the launched kernels. splits: those whose text differs if rows are split. most_threads: maximum
@@ -47,12 +47,12 @@ def _most_threads(launch: RecordedLaunch) -> int | None:
     return most_threads(kernel, launch.call)
 
 
-def every_kernel(found: Found) -> list[Found]:
+def every_kernel(found: Result) -> list[Result]:
     """Return the lines of a report for all kernels: of its part "kernels", then of "facts" (the model's shapes)."""
     return [*found["kernels"].get("found", ()), *found.get("facts", {}).get("found", ())]
 
 
-def by_kernel(found: Found) -> list[Found]:
+def by_kernel(found: Result) -> list[Result]:
     """Return a list with a summary of each kernel of KERNELS, over every op, shape and row count that launches it.
 
     found: the report. If none of its lines launches a kernel, the results in that kernel's summary are None.
@@ -62,7 +62,7 @@ def by_kernel(found: Found) -> list[Found]:
     return [_of_kernel(name, of, found) for name, of in own.items()]
 
 
-def _of_kernel(name: str, lines: list[Found], found: Found) -> Found:
+def _of_kernel(name: str, lines: list[Result], found: Result) -> Result:
     """Return a dict that summarises the lines of one kernel of the report `found`; None for values not checked."""
     failed = [k for k in lines if "failed" in k or (k["wrong"] or "").startswith(FAILS)]
     wrong = [k for k in lines if k.get("wrong") and k not in failed]
@@ -82,7 +82,7 @@ def _of_kernel(name: str, lines: list[Found], found: Found) -> Found:
     }
 
 
-def _alternative(of_split: list[Found], lines: list[Found]) -> Found | None:
+def _alternative(of_split: list[Result], lines: list[Result]) -> Result | None:
     """Return a dict: how multiply-adds are spelled, and the row counts M at which rows are split, or are together.
 
     None if nothing of it is known. of_split: those of `lines` whose kernel has the two alternatives.
@@ -96,7 +96,7 @@ def _alternative(of_split: list[Found], lines: list[Found]) -> Found | None:
     return found or None
 
 
-def _not_checked(found: Found, any_line: bool) -> list[str]:
+def _not_checked(found: Result, any_line: bool) -> list[str]:
     """Return the parts of a kernel's check that a report lacks, except its time."""
     if reason := found["kernels"].get("not_checked"):
         return [reason]

@@ -15,15 +15,17 @@ from typing import Any
 import mlx.core as mx
 
 from .. import kernels
-from ..kernels import Experts, Gates, Quantized, Rope, Routing
+from ..kernels import Experts, Gates, Quantized, RopeArguments, Routing
 from ..kernels._quantized import BITS, GROUP_SIZES, lanes
 from ..kernels._source import COMPILED_ROWS, DTYPES
 from ..kernels.contraction import EXPLICIT, KERNELS, spelled
 
-Launch = partial[object]
-Format = tuple[str, int, int]
-FORMATS: list[Format] = [(mode, b, size) for mode, bits in BITS.items() for b in bits for size in GROUP_SIZES[mode]]
-RELEASED: list[Format] = [("affine", 4, 64), ("affine", 8, 64)]  # the default formats of conversions
+TimedLaunch = partial[object]
+CodeFormat = tuple[str, int, int]
+FORMATS: list[CodeFormat] = [
+    (mode, b, size) for mode, bits in BITS.items() for b in bits for size in GROUP_SIZES[mode]
+]
+RELEASED: list[CodeFormat] = [("affine", 4, 64), ("affine", 8, 64)]  # the default formats of conversions
 BLOCKS = [of for of in FORMATS if of[0] in kernels.BLOCK_FORMATS]  # those that conversions of GGUF files keep
 AFFINE_ROWS = (1, 2, 4, 6, 8, 12)
 WIDTHS = (128, 4096, 4224)  # of K: a quarter per lane, two packs per lane, one pack per lane
@@ -41,7 +43,7 @@ HEADS = ((4, 128, 128), (8, 128, 128), (12, 128, 128), (16, 128, 128), (16, 192,
 F32 = mx.float32
 
 
-def spread(launches: Iterable[Launch], count: int) -> list[Launch]:
+def spread(launches: Iterable[TimedLaunch], count: int) -> list[TimedLaunch]:
     """Return `count` (at least 2) of the launches, first to last in even steps; some repeat if there are fewer."""
     every = list(launches)
     return [every[i * (len(every) - 1) // (count - 1)] for i in range(count)]
@@ -53,13 +55,13 @@ def can_split(op: Callable[..., object]) -> bool:
     return "split" in inspect.signature(op).parameters
 
 
-def alternatives(launches: Callable[[], Iterator[Launch]]) -> Iterator[Launch]:
+def alternatives(launches: Callable[[], Iterator[TimedLaunch]]) -> Iterator[TimedLaunch]:
     """Yield the launches, and then those that have it once more with `split=True`."""
     yield from launches()
     yield from (partial(launch, split=True) for launch in launches() if can_split(launch.func))
 
 
-def weights(of: Format, n: int, k: int, dtype: mx.Dtype, *before: int, ends: Sequence[int] = ()) -> Quantized:
+def weights(of: CodeFormat, n: int, k: int, dtype: mx.Dtype, *before: int, ends: Sequence[int] = ()) -> Quantized:
     """Return quantized weights [*before, n, k] of zeros in a format (mode, bits, group size).
 
     ends: of stacked linears along n; by default one linear.
@@ -73,7 +75,7 @@ def weights(of: Format, n: int, k: int, dtype: mx.Dtype, *before: int, ends: Seq
     return Quantized(w, scales, scales if affine else None, group, bits, mode, tuple(ends) or (n,))
 
 
-def is_whole(of: Format, k: int) -> bool:
+def is_whole(of: CodeFormat, k: int) -> bool:
     """Return whether rows of k weights are whole groups, or blocks, of a format."""
     blocks = kernels.BLOCK_FORMATS.get(of[0])
     return k % (blocks.span if blocks else of[2]) == 0
@@ -83,7 +85,7 @@ def rows(m: int, k: int, dtype: mx.Dtype) -> mx.array:
     return mx.zeros((m, k), dtype)
 
 
-def products(of: Format) -> Iterator[Launch]:
+def products(of: CodeFormat) -> Iterator[TimedLaunch]:
     """Yield launches of verify_qmm, verify_qmm_heads and verify_glu, for each number of lanes and values per lane."""
     by_lanes = {lanes(weights(of, 8, k, F32)): k for k in WIDTHS[::-1]}
     widths = [4096] if of[0] in kernels.BLOCK_FORMATS else by_lanes.values()  # blocks: one split for all widths
@@ -101,13 +103,13 @@ def products(of: Format) -> Iterator[Launch]:
         yield partial(kernels.verify_qmm_heads, mx.zeros((1, m, 2, k), dtype), heads, heads_first=first)
 
 
-def matrices(of: Format) -> Iterator[Launch]:
+def matrices(of: CodeFormat) -> Iterator[TimedLaunch]:
     """Yield launches of verify_qmm_mma."""
     for dtype, n, m in itertools.product(DTYPES, (64, 2048), (8, 16)):
         yield partial(kernels.verify_qmm_mma, rows(m, 512, dtype), weights(of, n, 512, dtype))
 
 
-def experts(of: Format) -> Iterator[Launch]:
+def experts(of: CodeFormat) -> Iterator[TimedLaunch]:
     """Yield launches of moe_route, moe_glu or moe_relu2, and moe_down, together."""
     mixtures = MIXTURES if of in RELEASED else [next(sizes for sizes in MIXTURES if is_whole(of, sizes[2]))]
     sizes = (1, 4, 8, 16) if of in RELEASED else (1, 4, 8)
@@ -118,7 +120,7 @@ def experts(of: Format) -> Iterator[Launch]:
         yield partial(kernels.verify_moe, *arguments)
 
 
-def heads(of: Format) -> Iterator[Launch]:
+def heads(of: CodeFormat) -> Iterator[TimedLaunch]:
     """Yield launches of verify_head with verify_head_merge."""
     widths = (4096, 4224) if of in RELEASED else (4096,)
     for dtype, m, k in itertools.product(DTYPES, AFFINE_ROWS, widths):
@@ -128,7 +130,7 @@ def heads(of: Format) -> Iterator[Launch]:
             yield partial(kernels.verify_head_top, x, w, 20 if m == 1 else 64)
 
 
-def dense() -> Iterator[Launch]:
+def dense() -> Iterator[TimedLaunch]:
     """Yield launches of verify_gemv."""
     shapes = (3, 64), (64, 64), (8, 1024), (64, 512), (160, 2048), (128, 4096), (2048, 512), (4096, 512)
     for dtype, m, biased, (n, k) in itertools.product(DTYPES, (*COMPILED_ROWS, 5), (False, True), shapes):
@@ -136,7 +138,7 @@ def dense() -> Iterator[Launch]:
         yield partial(kernels.verify_gemv, rows(m, k, dtype), mx.zeros((n, k), dtype), bias)
 
 
-def dense_heads() -> Iterator[Launch]:
+def dense_heads() -> Iterator[TimedLaunch]:
     """Yield launches of verify_dot, and of verify_head_dense with verify_head_merge."""
     for dtype, m, biased in itertools.product(DTYPES, (*COMPILED_ROWS, 5), (False, True)):
         yield partial(kernels.verify_gemv, rows(m, 512, dtype), mx.zeros((1, 512), dtype))
@@ -145,7 +147,7 @@ def dense_heads() -> Iterator[Launch]:
             yield partial(kernels.verify_head_top, rows(m, k, dtype), mx.zeros((1024, k), dtype), top, bias)
 
 
-def routers() -> Iterator[Launch]:
+def routers() -> Iterator[TimedLaunch]:
     """Yield launches of moe_route and draw_top."""
     for dtype, kind in itertools.product(DTYPES, ("softmax", "sigmoid")):
         for m, count, top in itertools.product((8, 16), (64, 128, 160, 256, 288, 384, 512), (8, 22)):
@@ -157,7 +159,7 @@ def routers() -> Iterator[Launch]:
     yield partial(kernels.draw_top, top, mx.zeros((2,), mx.uint32), 3, temp=1.0, vocab_size=64)
 
 
-def attention(dtype: mx.Dtype) -> Iterator[Launch]:
+def attention(dtype: mx.Dtype) -> Iterator[TimedLaunch]:
     """Yield launches of verify_attention with attention_merge: in chunks, with windows and sinks, quantized."""
     sizes = (64, 64), (128, 128), (192, 128), (256, 256), (512, 512)
     forms = dict.fromkeys([(group, *size) for size in sizes for group in (1, 8)] + [*HEADS])
@@ -189,7 +191,7 @@ def cached(shape: Sequence[int], dtype: mx.Dtype, bits: int | None, size: int) -
     return mx.zeros((*shape[:-1], shape[-1] * bits // 32), mx.uint32), scales, scales
 
 
-def latent() -> Iterator[Launch]:
+def latent() -> Iterator[TimedLaunch]:
     """Yield launches of latent_scores, latent_values and attention_merge, together."""
     widths = (512, 64), (256, 32), (96, 8)
     for dtype, (dv, dr), heads_, m, (many, index) in itertools.product(DTYPES, widths, (8, 128), (1, 4, 8), CHOSEN):
@@ -200,7 +202,7 @@ def latent() -> Iterator[Launch]:
         yield partial(kernels.verify_latent_attention, *queries, *keys, mx.array([8]), **more)
 
 
-def norms() -> Iterator[Launch]:
+def norms() -> Iterator[TimedLaunch]:
     """Yield launches of add_norm, gated_norm and norm_rope."""
     for dtype, of_weight in itertools.product(DTYPES, DTYPES):
         for width in (512, 4100, 12288, 16384):
@@ -211,12 +213,12 @@ def norms() -> Iterator[Launch]:
             z = mx.zeros((1, 2, 8, d), of_weight)[:, :, ::2] if strided else mx.zeros((1, 2, 4, d), of_weight)
             weight = mx.zeros((d,), of_weight)
             yield partial(kernels.gated_norm, y, z, weight, 1e-6)
-            for rope in (Rope(64, base=1e4), Rope(64, freqs=mx.zeros((32,)))):
+            for rope in (RopeArguments(64, base=1e4), RopeArguments(64, freqs=mx.zeros((32,)))):
                 yield partial(kernels.norm_rope, y, y, 3, rope, q_weight=weight, k_weight=weight, eps=1e-6)
                 yield partial(kernels.norm_rope, y, y, mx.array([3]), rope)
 
 
-def recurrences() -> Iterator[Launch]:
+def recurrences() -> Iterator[TimedLaunch]:
     """Yield launches of delta_inputs, gated_delta_verify and mamba2_verify."""
     for dtype, other in itertools.product(DTYPES, DTYPES):
         for d in (128, 196):
@@ -237,7 +239,7 @@ def recurrences() -> Iterator[Launch]:
             yield partial(kernels.mamba2_verify, *arguments, mx.zeros((count,), dtype))
 
 
-def spellings() -> Iterator[Launch]:
+def spellings() -> Iterator[TimedLaunch]:
     """Yield a sample of launches of the kernels with MLX's own sums, in each explicit spelling of multiply-adds."""
     makers = [partial(make, ("affine", 4, 64)) for make in (products, experts, heads)]
     for make, spelling in itertools.product((*makers, dense, dense_heads, norms, recurrences), EXPLICIT):
@@ -245,21 +247,21 @@ def spellings() -> Iterator[Launch]:
             yield partial(launched, launch, spelling)
 
 
-def launched(launch: Launch, spelling: str) -> None:
+def launched(launch: TimedLaunch, spelling: str) -> None:
     with ExitStack() as stack:
         for op in KERNELS:
             stack.enter_context(spelled(op, spelling))
         launch()
 
 
-def groups(formats: Sequence[Format]) -> dict[str, Callable[[], Iterator[Launch]]]:
+def groups(formats: Sequence[CodeFormat]) -> dict[str, Callable[[], Iterator[TimedLaunch]]]:
     """Return the groups by name, as functions that yield launches, with splits; of quantized weights per format."""
     quantized = [
         (make, of)
         for make, of in itertools.product((products, matrices, experts, heads), formats)
         if make is not matrices or of[0] not in kernels.BLOCK_FORMATS  # only MLX's formats have this kernel
     ]
-    found: dict[str, Callable[[], Iterator[Launch]]] = {
+    found: dict[str, Callable[[], Iterator[TimedLaunch]]] = {
         **{f"{make.__name__} {'-'.join(map(str, of))}": partial(make, of) for make, of in quantized},
         **{f"attention {dtype}": partial(attention, dtype) for dtype in DTYPES},
         **{make.__name__: make for make in (dense, dense_heads, routers, latent, norms, recurrences, spellings)},

@@ -33,10 +33,10 @@ STOCK = {
     "verify_attention": (("sdpa_vector",), ()),
 }
 
-Found = dict[str, Any]  # a kernel at a row count, as in results
+Result = dict[str, Any]  # a kernel at a row count, as in results
 
 
-def timed(op: str | None, rows: int, rounds: int, cooldown: float = 0.0) -> Iterator[Found]:
+def timed(op: str | None, rows: int, rounds: int, cooldown: float = 0.0) -> Iterator[Result]:
     """Yield `compared` for each case, of one op or all (None), at each of its row counts up to `rows`.
 
     Needs a Metal GPU. For an unknown op, or if no row count is small enough, nothing is yielded.
@@ -51,7 +51,7 @@ def timed(op: str | None, rows: int, rounds: int, cooldown: float = 0.0) -> Iter
             mx.clear_cache()
 
 
-def compared(name: str, trial: KernelTrial, rounds: int, cooldown: float = 0.0) -> Found:
+def compared(name: str, trial: KernelTrial, rounds: int, cooldown: float = 0.0) -> Result:
     """Check one trial's kernel and time it, even if its values are wrong, against the operations that it replaces.
 
     name: the case's, for the result. cooldown: seconds of rest before each turn. wrong: what is wrong, or None.
@@ -67,7 +67,7 @@ def compared(name: str, trial: KernelTrial, rounds: int, cooldown: float = 0.0) 
     return {**shape, "wrong": wrong, "seconds": seconds}
 
 
-def traffic(op: str | None, rows: int) -> Iterator[Found]:
+def traffic(op: str | None, rows: int) -> Iterator[Result]:
     """Yield the emulated memory traffic of one op, or all (None), at the row counts up to `rows` that it serves.
 
     Raises ValueError if the one op serves none.
@@ -83,7 +83,7 @@ def traffic(op: str | None, rows: int) -> Iterator[Found]:
             yield {"op": kind, "rows": m, **asked(site, x)}
 
 
-def stock_traffic(op: str | None, rows: int) -> Iterator[Found]:
+def stock_traffic(op: str | None, rows: int) -> Iterator[Result]:
     """Yield the emulated traffic of the kernels of MLX that STOCK lists for an op, at row counts as in `traffic`."""
     names, matrix = STOCK.get(op or "", ((), ()))
     for name in names:
@@ -93,14 +93,14 @@ def stock_traffic(op: str | None, rows: int) -> Iterator[Found]:
                 yield {"op": f"MLX {name}", "rows": m, **counts(launches)}
 
 
-def asked(site: Any, x: mx.array) -> Found:
+def asked(site: Any, x: mx.array) -> Result:
     """Return the counts of an emulated call of `site` on x, see `counts`."""
     with emulated() as launches:
         mx.eval(site.ours(x))
     return counts(launches)
 
 
-def counts(launches: Sequence[Traffic]) -> Found:
+def counts(launches: Sequence[Traffic]) -> Result:
     """Return the number of launches, and the bytes that they requested and wrote.
 
     largest: the buffer with the most distinct bytes read; reread: bytes requested of it over these.
@@ -112,7 +112,7 @@ def counts(launches: Sequence[Traffic]) -> Found:
     return {**found, "largest": largest.name, "reread": largest.reread}
 
 
-def speed_table(found: Sequence[Found]) -> Table:
+def speed_table(found: Sequence[Result]) -> Table:
     """Return a table of `compared` lines: stock MLX's time over ours, a line per case, a column per row count."""
     sizes = sorted({line["rows"] for line in found})
     title, caption = "stock MLX's time over our kernel's", "WRONG: its values are wrong"
@@ -124,12 +124,12 @@ def speed_table(found: Sequence[Found]) -> Table:
     return table
 
 
-def speedup(line: Found) -> Measured:
+def speedup(line: Result) -> Measured:
     """Return stock MLX's time over ours, of a `compared` line; KeyError if its kernel does not run."""
     return ratio(line["seconds"]["stock"], line["seconds"]["ours"])
 
 
-def traffic_table(found: Sequence[Found]) -> Table:
+def traffic_table(found: Sequence[Result]) -> Table:
     """Return a table of `traffic` lines, one per op and row count."""
     names = ("M", "launches", "KiB requested", "KiB written", "largest buffer", "read")
     title, caption = "memory traffic of our kernels, emulated", "of small shapes; counts, not times"

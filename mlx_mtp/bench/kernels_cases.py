@@ -22,7 +22,7 @@ from mlx_lm.models.switch_layers import SwitchGLU
 from ..cache.kinds import make_cache
 from ..cache.recurrent import RecurrentCache
 from ..cache.ring import MAX_ROWS, Ring
-from ..kernels import BLOCK_FORMATS, Rope, quantized_blocks
+from ..kernels import BLOCK_FORMATS, RopeArguments, quantized_blocks
 from ..layers.attention import Attention
 from ..layers.blocks import made_of
 from ..layers.experts import Mixture
@@ -30,7 +30,7 @@ from ..layers.gated_delta import Recurrence
 from ..layers.lm_head import BlockHead, LMHeadSite
 from ..layers.mamba2 import Scan
 from ..layers.mla import BlockPerHead, LatentAttention, PerHead
-from ..layers.norm_rope import Form, NormRope
+from ..layers.norm_rope import AttentionForm, NormRope
 from ..layers.products import GLU, BlockGLU, BlockStack, Dense, Matrices, Stack
 from ..layers.residual_norm import Sum
 from ..models import deepseek_v3 as deepseek_port
@@ -107,13 +107,15 @@ def mamba2(**sizes: int) -> Scan:
 
 
 def attention(module: Any, window: int | None = None, **format_: int) -> Attention:
-    return Attention(typed(module), Form.of(module), partial(make_cache, Ring(window) if window else None, **format_))
+    return Attention(
+        typed(module), AttentionForm.of(module), partial(make_cache, Ring(window) if window else None, **format_)
+    )
 
 
 def norm_rope(module: Any) -> NormRope:
-    rope = Rope.of(module.rope)
+    rope = RopeArguments.of(module.rope)
     assert rope is not None
-    return NormRope(typed(module), Form.of(module), rope)
+    return NormRope(typed(module), AttentionForm.of(module), rope)
 
 
 def latent(heads: int) -> LatentAttention:

@@ -15,7 +15,7 @@ from rich.table import Table
 from . import plots
 from .decode_tables import by_category, categories, overall, settings
 from .kernels import speed_table, traffic_table
-from .panels import Found, panels, subject
+from .panels import Result, panels, subject
 from .parallel import table as parallel_table
 from .profile_report import phase_table
 from .result import named
@@ -26,7 +26,7 @@ STYLE = Path(__file__).with_name("page.css")
 WIDTH = 160  # columns of the tables
 
 
-def page(results: Sequence[Found]) -> str:
+def page(results: Sequence[Result]) -> str:
     """Return results as a complete HTML document."""
     names = dict.fromkeys(f"{found['bench']} {subject(found)}" for found in results)
     title = escape("mlx-mtp bench: " + ", ".join(names))
@@ -46,7 +46,7 @@ def page(results: Sequence[Found]) -> str:
     return "\n".join([start, *figures, *details, "</body></html>\n"])
 
 
-def _details(found: Found) -> Iterator[str]:
+def _details(found: Result) -> Iterator[str]:
     """Yield a result's tables, its command, and its model, options and environment."""
     yield f"<h2>bench {escape(found['bench'])}: {escape(subject(found))}</h2>"
     if label := found["model"].get("synthetic"):
@@ -59,7 +59,7 @@ def _details(found: Found) -> Iterator[str]:
         yield f"<details open><summary>{name}</summary><dl>{cells}</dl></details>"
 
 
-def tables_of(found: Found) -> Iterator[Table]:
+def tables_of(found: Result) -> Iterator[Table]:
     """Yield a result's own tables as the command printed them, without comparisons with other figures."""
     match found["bench"]:
         case "decode":

@@ -10,7 +10,7 @@ from .roofline.phases import CYCLE, DRAFT, OURS, SHOWN_OVERLAP, STOCK, VERIFY, s
 from .roofline.phases import PLAIN as PLAIN_STEP
 from .timing import Measured, measured, ratio
 
-Found = dict[str, Any]
+Result = dict[str, Any]
 PLAIN, ADAPTIVE, MLX_LM = "plain", "adaptive", "mlx-lm"
 FLOOR = 2  # index of the theme's colour for floors, in all pictures
 COLOURS = {OURS: 0, STOCK: 1}
@@ -72,7 +72,7 @@ class GridPanel(Panel):
     unit: str
 
 
-def panels(*results: Found) -> list[Panel]:
+def panels(*results: Result) -> list[Panel]:
     """Return the panels of results, in their order; one for all profiles is last. `bench parallel` has none."""
     makers = {"decode": (speed, acceptance), "verify": (verify_curves,), "kernels": (kernel_grid,)}
     makers["model"] = model_curve, model_cycles
@@ -81,14 +81,14 @@ def panels(*results: Found) -> list[Panel]:
     return [*made, phase_bars(profiles)] if profiles else made
 
 
-def subject(found: Found) -> str:
+def subject(found: Result) -> str:
     """Return "model, chip" of a result, for titles; of `bench model` the chip that it predicts for."""
     chip = found.get("chip", {}).get("name") or found["environment"]["chip"]
     label = found["model"].get("synthetic")
     return f"{found['model']['name']}{f' (synthetic: {label})' if label else ''}, {chip}"
 
 
-def speed(found: Found) -> Iterator[Panel]:
+def speed(found: Result) -> Iterator[Panel]:
     """Yield `bench decode`'s tok/s against k: a line per setting, mlx-lm and adaptive drafting as levels."""
     series: list[Series] = []
     sets = settings(found)
@@ -127,7 +127,7 @@ def _series(label: str, points: Sequence[tuple[float, Measured]], **drawn: Any) 
     return Series(marked, [x for x, _ in points], y, low, high, **drawn)
 
 
-def acceptance(found: Found) -> Iterator[Panel]:
+def acceptance(found: Result) -> Iterator[Panel]:
     """Yield a grid per setting: the share of accepted drafts by depth and kind of prompt.
 
     The share is that of the loop with the largest fixed number of drafts above 0; a setting without such a loop has
@@ -149,7 +149,7 @@ def acceptance(found: Found) -> Iterator[Panel]:
             )
 
 
-def verify_curves(found: Found) -> Iterator[Panel]:
+def verify_curves(found: Result) -> Iterator[Panel]:
     """Yield T(M)/T(1) of the whole model at each context, and of its parts; stock MLX is dashed if both are shown."""
     for whole, what in ((True, "the whole model"), (False, "its parts")):
         series = []
@@ -169,7 +169,7 @@ def verify_panel(title: str, series: list[Series]) -> LinePanel:
     return LinePanel(title, "rows verified, M", "T(M) / T(1)", series, ticks)
 
 
-def phase_bars(results: Sequence[Found]) -> BarPanel:
+def phase_bars(results: Sequence[Result]) -> BarPanel:
     """Return milliseconds of a cycle by phase, without the prefill, a bar per profile; unexplained time is a part."""
     bars = [f"{found['model']['name']}, k={found['options'].get('k', '?')}" for found in results]
     parts: dict[str, list[float]] = {}
@@ -180,7 +180,7 @@ def phase_bars(results: Sequence[Found]) -> BarPanel:
     return BarPanel(f"where a cycle's time goes: {subject(results[0])}", "ms of a cycle", bars, shown)
 
 
-def kernel_grid(found: Found) -> Iterator[Panel]:
+def kernel_grid(found: Result) -> Iterator[Panel]:
     """Yield a grid of stock MLX's time over ours by case and rows; of an emulated result, of memory traffic."""
     made: dict[tuple[str, int], float | None]
     if found["options"]["emulate"]:
@@ -203,7 +203,7 @@ def _grid_of(title: str, made: dict[tuple[str, int], Any]) -> GridPanel:
     return GridPanel(title, *axes, values, "{:.2f}", max(2.0, *(value or 0.0 for value in made.values())), "x")
 
 
-def model_curve(found: Found) -> Iterator[Panel]:
+def model_curve(found: Result) -> Iterator[Panel]:
     """Yield a verify's cost T(M)/T(1), of a `bench model` result: floor at each overlap, predicted, measured."""
     series = []
     for overlap in dict.fromkeys(line["overlap"] for line in found["floors"]):
@@ -221,7 +221,7 @@ def model_curve(found: Found) -> Iterator[Panel]:
     yield verify_panel(f"cost of a verify: {subject(found)}, {found['options']['context']} tokens of context", series)
 
 
-def _passes(lines: Sequence[Found]) -> list[Found]:
+def _passes(lines: Sequence[Result]) -> list[Result]:
     return [line for line in lines if line["phase"] in (PLAIN_STEP, VERIFY)]
 
 
@@ -230,7 +230,7 @@ def _ratios(label: str, points: dict[int, float], colour: int | None, line: str 
     return Series(label, [float(m) for m in made], [points[m] / points[1] for m in made], line=line, colour=colour)
 
 
-def model_cycles(found: Found) -> Iterator[Panel]:
+def model_cycles(found: Result) -> Iterator[Panel]:
     """Yield the ms of draft and verify of a cycle, per number of drafts, and of a plain step.
 
     Bars are the floor and predictions for stock MLX and ours; nothing without predictions.

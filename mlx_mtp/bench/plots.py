@@ -12,7 +12,7 @@ import numpy as np
 
 from ..machine.atomic import write_whole
 from ..machine.errors import install
-from .panels import BarPanel, Found, GridPanel, LinePanel, Panel, panels
+from .panels import BarPanel, GridPanel, LinePanel, Panel, Result, panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,7 +61,7 @@ def need_matplotlib() -> None:
         raise ValueError(f"pictures need matplotlib: {install('plot')}") from None
 
 
-def save(results: Sequence[Found], path: Path, *, dark: bool = False) -> None:
+def save(results: Sequence[Result], path: Path, *, dark: bool = False) -> None:
     """Draw the results' pictures, one below the other, into a .png or .svg file.
 
     Raises ValueError if the results have no pictures; call `check` first for the suffix and matplotlib.

@@ -21,7 +21,7 @@ from ..decoding.drafters.drafter import Frame
 from ..decoding.prefill import prefill
 from ..decoding.run import Run
 from ..decoding.sampling import Picker
-from ..decoding.seating import Options
+from ..decoding.seating import DriverOptions
 from ..decoding.sequence import Sequence as Decoded
 from ..decoding.sequence import first_tokens
 from ..decoding.stats import Stats
@@ -84,10 +84,10 @@ class Timer:
         return self.wall - sum(self.seconds.values())
 
 
-Watch = TypeVar("Watch", bound=Timer)
+TimerType = TypeVar("TimerType", bound=Timer)
 
 
-def decode_in_phases(work: Workload, watch: Watch) -> Watch:
+def decode_in_phases(work: Workload, watch: TimerType) -> TimerType:
     """Generate once, phase by phase; return `watch`, filled with tokens, cycles and seconds."""
     tic, plan = time.perf_counter(), Plan(names_of(work.model)[Role.MODEL], work.k) if work.k else Plan()
     with watch.during("prefill"):
@@ -131,7 +131,7 @@ def _seated(work: Workload) -> tuple[Alone, list[int]]:
     run, first = first_tokens(work.model, sequence, hidden)
     cache.pop_row()
     sequence.base = cache.offset - 1
-    how = Options(work.step, adaptive=False, compile_cycles=False)
+    how = DriverOptions(work.step, adaptive=False, compile_cycles=False)
     return Alone(work.model, sequence, run, drafters_of(work.model, 0), how), first
 
 

@@ -12,13 +12,13 @@ from .result import named, new_table
 from .roofline.chips import CHIPS, at_hand
 from .timing import Measured, measured, ratio
 
-Found = dict[str, Any]
+Result = dict[str, Any]
 REST = "in no phase"
 COLUMNS = ("ms", "of the wall", "operations", "MB read", "GB/s", "of bandwidth")
 
 
 @dataclass(frozen=True)
-class Line:
+class PhaseLine:
     """One phase. ms: per cycle, but of the whole prompt for "prefill". share: of the wall time.
 
     operations: launches at least; nbytes: read; None if not counted.
@@ -36,7 +36,7 @@ class Line:
         return self.nbytes and self.nbytes / (self.ms.median / 1e3)
 
 
-def profiled(work: Workload, rounds: int, *, cooldown: float = 0.0, gbps: float | None = None) -> Found:
+def profiled(work: Workload, rounds: int, *, cooldown: float = 0.0, gbps: float | None = None) -> Result:
     """Profile a generation; return what `raw` does, with operations and bytes of phases, and the bandwidth.
 
     cooldown: seconds of rest before each turn. gbps: the bandwidth if it is stated, as in `bandwidth_of`.
@@ -45,7 +45,7 @@ def profiled(work: Workload, rounds: int, *, cooldown: float = 0.0, gbps: float 
     return {**found, "operations": launches(work), "bytes": bytes_read(work), "bandwidth": bandwidth_of(gbps)}
 
 
-def raw(timers: Sequence[Timer], undisturbed: Sequence[float]) -> Found:
+def raw(timers: Sequence[Timer], undisturbed: Sequence[float]) -> Result:
     """Return the times of every round for a profile's result."""
     first = timers[0]
     return {
@@ -55,7 +55,7 @@ def raw(timers: Sequence[Timer], undisturbed: Sequence[float]) -> Found:
     }
 
 
-def lines(found: Found) -> list[Line]:
+def lines(found: Result) -> list[PhaseLine]:
     """Return a Line per phase of a profile, per part of "host", and for the rest of the wall time.
 
     A Line whose phase or part took no time in some round is left out.
@@ -68,11 +68,11 @@ def lines(found: Found) -> list[Line]:
             cycles = 1 if name == "prefill" else max(1, found["cycles"])
             ms = measured([1e3 * s / cycles for s in seconds[name]])
             counts = found["operations"].get(name), found["bytes"].get(name)
-            made.append(Line(name, ms, sum(seconds[name]) / sum(found["wall"]), *counts))
+            made.append(PhaseLine(name, ms, sum(seconds[name]) / sum(found["wall"]), *counts))
     return made
 
 
-def phase_table(found: Found) -> Table:
+def phase_table(found: Result) -> Table:
     """Return a table of a profile's lines, with the share of the memory bandwidth that each phase achieved."""
     bandwidth = found["bandwidth"]["rate"]
     title = f"{named(found['model'])}, {found['options']['k']} drafts per cycle"
@@ -89,7 +89,7 @@ def phase_table(found: Found) -> Table:
     return table
 
 
-def remarks(found: Found) -> list[str]:
+def remarks(found: Result) -> list[str]:
     """Return remarks on a profile, one sentence each."""
     wall, slowdown = measured(found["wall"]), ratio(found["wall"], found["undisturbed"])
     rest = sum(found["unexplained"]) / sum(found["wall"])
@@ -103,7 +103,7 @@ def remarks(found: Found) -> list[str]:
     return sentences
 
 
-def bandwidth_of(stated: float | None) -> Found:
+def bandwidth_of(stated: float | None) -> Result:
     """Return a dict with a memory bandwidth as "rate", in bytes per second, and its "source" in words.
 
     stated: in GB/s; without it the bandwidth is that published for this chip, else the one of `stream_rate`.

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import mlx.core as mx
 
-from ..tuning.ab_test import Op
+from ..tuning.ab_test import TimedOp
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -89,7 +89,7 @@ REPEATS = 3  # runs of a chain per turn; the minimum counts, because other work 
 class Call:
     """op(x) -> outputs; x is the input that the call reads once the previous calls have ended."""
 
-    op: Op
+    op: TimedOp
     x: mx.array
 
 

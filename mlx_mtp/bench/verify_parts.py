@@ -24,10 +24,10 @@ from ..layers.experts import PROJECTIONS
 from ..layers.gated_delta import GatedDelta, Recurrence
 from ..layers.mamba2 import Mamba2
 from ..layers.mla import ABSORBED_ROWS, AbsorbedMLA, LatentAttention
-from ..layers.norm_rope import Form
+from ..layers.norm_rope import AttentionForm
 from ..layers.sparse_mla import SparseMLA
 from ..tuning.kernel_sites import TOGETHER
-from .timing import Call, Op
+from .timing import Call, TimedOp
 
 LINEAR = (nn.Linear, nn.QuantizedLinear, nn.QQLinear)
 
@@ -78,7 +78,7 @@ def target_modules(model: Any) -> list[Any]:
     return list(found.values())
 
 
-def products(module: Any, others: Collection[int]) -> list[tuple[Op, int]]:
+def products(module: Any, others: Collection[int]) -> list[tuple[TimedOp, int]]:
     """Return a module's own linear layers except `others` (ids) as (op, width of x); those that share x are one op.
 
     A module with gate, up and down projections is one op.
@@ -97,11 +97,11 @@ def width_of(linear: Any) -> int:
     return width * 32 // linear.bits if "scales" in linear else width
 
 
-def _each(modules: list[Any]) -> Op:
+def _each(modules: list[Any]) -> TimedOp:
     return lambda x: [module(x) for module in modules]
 
 
-def _calls(ops: Sequence[tuple[Op, int]], dtype: mx.Dtype, rows: int, *, flat: bool = False) -> list[Call]:
+def _calls(ops: Sequence[tuple[TimedOp, int]], dtype: mx.Dtype, rows: int, *, flat: bool = False) -> list[Call]:
     """Return calls of ops on random rows of their widths: [1, M, width], or [M, width] if flat."""
     drawn = [(op, _random(rows, width, dtype)) for op, width in ops]
     return [Call(op, x[0] if flat else x) for op, x in drawn]
@@ -126,7 +126,9 @@ def _attention(model: Any, context: int, dtype: mx.Dtype) -> Iterator[VerifyPart
         for _, module in layer.named_modules():
             base = type(module).__mro__
             if any(kind in model.ATTENTION for kind in base):
-                plain.append(Attention(module, Form.of(module), partial(make_cache, rings.get(window, window))))
+                plain.append(
+                    Attention(module, AttentionForm.of(module), partial(make_cache, rings.get(window, window)))
+                )
             elif isinstance(module, AbsorbedMLA) and not isinstance(module, SparseMLA):
                 latent.append(LatentAttention(module))
     if plain:

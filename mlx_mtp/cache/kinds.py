@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ..machine.ranges import Allowed, Choice, Range
+from ..machine.ranges import Allowed, IntegerChoice, Range
 from .drafting import drafting_parts
 from .growing import LinearKVCache, QuantizedLinearKVCache
 from .layer_cache import CachedModel, CacheKind, LayerCache, OncePerPass
@@ -18,8 +18,8 @@ MOST_POSITIONS = 2**30  # of a cache: MLX's shapes and positions are int32, and 
 BITS = (2, 3, 4, 5, 6, 8)
 LAYOUT: dict[str, Allowed] = {
     "num_draft_tokens": Range("0 to the drafter's maximum, or None", 0, float("inf"), optional=True),
-    **dict.fromkeys(("kv_bits", "mtp_kv_bits"), Choice(f"{', '.join(map(str, BITS))} or None", BITS)),
-    "kv_group_size": Choice("32, 64, 128 or None", GROUP_SIZES),
+    **dict.fromkeys(("kv_bits", "mtp_kv_bits"), IntegerChoice(f"{', '.join(map(str, BITS))} or None", BITS)),
+    "kv_group_size": IntegerChoice("32, 64, 128 or None", GROUP_SIZES),
     "quantized_kv_start": Range(f"0 to {MOST_POSITIONS}, as an integer", 0, MOST_POSITIONS),
     "max_kv_size": Range(f"1 to {MOST_POSITIONS}, as an integer, or None", 1, MOST_POSITIONS, optional=True),
 }

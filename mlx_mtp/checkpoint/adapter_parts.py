@@ -8,26 +8,26 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
 
-from ..layers.adapters import Adapter, Part
+from ..layers.adapters import AdaptedPart, Adapter
 
 ADDED = (LoRALinear, LoRASwitchLinear, LoRAEmbedding)  # layers that add to the output of the layer inside them
 
 
-def slots(node: Any, path: str = "") -> Iterator[Part]:
+def slots(node: Any, path: str = "") -> Iterator[AdaptedPart]:
     """Yield all modules and arrays in a module, a list or a dict, unchanged. path: the node's and a dot, or ""."""
     for key, value in node.items() if isinstance(node, dict) else enumerate(node):
         if isinstance(value, (mx.array, nn.Module)):
-            yield Part(f"{path}{key}", node, key, value, value)
+            yield AdaptedPart(f"{path}{key}", node, key, value, value)
         if isinstance(value, (dict, list)):
             yield from slots(value, f"{path}{key}.")
 
 
-def changes(before: list[Part]) -> list[Part]:
+def changes(before: list[AdaptedPart]) -> list[AdaptedPart]:
     """Return those of the parts, which `slots` yielded before, whose module or array is now another one."""
     return [p._replace(after=p.parent[p.key]) for p in before if p.parent[p.key] is not p.before]
 
 
-def combined(adapters: Sequence[Adapter]) -> list[Part]:
+def combined(adapters: Sequence[Adapter]) -> list[AdaptedPart]:
     """Return the sum of adapters: one part for each place in the model that any of them changes.
 
     LoRA layers of one module are put around each other, which changes these layers. ValueError if two adapters have
@@ -38,7 +38,7 @@ def combined(adapters: Sequence[Adapter]) -> list[Part]:
             why = f"both have DoRA or whole weights for {min(both)}, which cannot be added; give one of them"
             raise ValueError(f"adapter_path={one.name} and {other.name}: {why}")
     parts = [part for adapter in adapters for part in adapter.parts]
-    found: dict[tuple[int, Any], Part] = {}
+    found: dict[tuple[int, Any], AdaptedPart] = {}
     for part in sorted(parts, key=lambda part: isinstance(part.after, ADDED)):  # what replaces a layer is inside
         place = id(part.parent), part.key
         if place in found:

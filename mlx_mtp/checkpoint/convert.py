@@ -47,7 +47,7 @@ NOT_COPIED = re.compile(r"config\.json|.*\.safetensors\.index\.json|.*quant\w*_c
 
 
 @dataclass
-class Source:
+class ConversionSource:
     """A checkpoint or drafter that was opened for conversion, with its lazy model.
 
     raw: whether the trunk's norms are stored zero-centred, and whether the heads' are. trained: by output name, two
@@ -137,18 +137,18 @@ class Source:
             raise ValueError(f"{self.path}: tensor {name} holds {state}, expected trained weights")
 
 
-def open_source(path: Path, *, alone: bool = False) -> Source:
+def open_source(path: Path, *, alone: bool = False) -> ConversionSource:
     """Return a checkpoint or an external drafter, opened for conversion; ValueError if it is damaged or unsupported.
 
     alone: open only the checkpoint's heads.
     """
     if not alone and is_drafter(path) and not is_split(path):
         config, drafter, contents = open_drafter(path)
-        return Source(path, config, drafter, contents, (False, False))
+        return ConversionSource(path, config, drafter, contents, (False, False))
     config = read_config(path)
     normalize(config).warn(path / "config.json", stacklevel=4)
     model, contents, raw = read_port(_port(path, config), path, config, Drafting(True, None, {}, None, alone))
-    source = Source(path, config, model, contents, raw)
+    source = ConversionSource(path, config, model, contents, raw)
     if not alone:
         check_runs(model, path)
         width = model.model.norm.weight.size
@@ -290,7 +290,9 @@ def convert(
     return Converted(new, total, facts)
 
 
-def _write_directory(source: Source, new: Path, files: dict[str, Tensors], progress: Progress | None) -> int:
+def _write_directory(
+    source: ConversionSource, new: Path, files: dict[str, Tensors], progress: Progress | None
+) -> int:
     """Write weight files, index, config.json and copies of the source's files of COPIED to the new directory `new`.
 
     Returns the bytes of all tensors. `source.model` and the tensors in `files` are removed to free memory. ValueError
@@ -357,7 +359,7 @@ def is_quantized(path: Path) -> bool:
     return False
 
 
-def _files(source: Source, layout: str, shard_bytes: int) -> dict[str, Tensors]:
+def _files(source: ConversionSource, layout: str, shard_bytes: int) -> dict[str, Tensors]:
     """Return each new file's tensors, by file name; a source without a target has its heads in the model's files.
 
     layout: as `mtp_layout`. ValueError for "shards" if mlx-lm would misread the target's or heads' tensors there.

@@ -8,7 +8,7 @@ from .cure import adding_heads
 from .gguf.cached import is_gguf
 from .gguf.inspect import inspect_gguf
 from .inspect import Inspection, inspect_checkpoint
-from .library import Place
+from .library import LocalModel
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Description:
     advice: str
 
 
-def describe(place: Place) -> Description:
+def describe(place: LocalModel) -> Description:
     """Describe a model from its headers and config.json; no weights are read. An error becomes the advice."""
     facts, problem = None, ""
     try:

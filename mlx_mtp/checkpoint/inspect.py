@@ -25,7 +25,7 @@ from ..layers.block_drafter import BlockNetwork
 from ..machine.errors import first_line, with_type
 from ..machine.memory import METAL_BUFFERS, available
 from ..models import find_port
-from ..ranks.split import Share, take_part
+from ..ranks.split import RankShare, take_part
 from .block_drafter import block_facts
 from .build import check_vectors, open_drafter, read_args
 from .files import Header, read_config, read_header, stored_types
@@ -291,7 +291,7 @@ def _part_of(model: Any, ranks: int, name: str) -> int:
     """
     if find_port({"model_type": name}) is None:
         raise ValueError(f"ranks={ranks}: model_type {name!r} cannot be split; allowed is 1")
-    take_part(model, Share(ranks), name)
+    take_part(model, RankShare(ranks), name)
     return nbytes(model.parameters()) - nbytes(model.get("mtp", []))
 
 

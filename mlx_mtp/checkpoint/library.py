@@ -18,7 +18,7 @@ LM_STUDIO = ("~/.lmstudio/models", "~/.cache/lm-studio/models")
 DEEPEST = 4  # levels below a given folder
 
 
-class Place(NamedTuple):
+class LocalModel(NamedTuple):
     """A model on this machine. name: of its hub repository, or of its directory or file. path: to give to --model."""
 
     name: str
@@ -30,7 +30,7 @@ class Place(NamedTuple):
         return self.name.rpartition("/")[2].lower()
 
 
-def places(folders: Iterable[Path] = ()) -> list[Place]:
+def places(folders: Iterable[Path] = ()) -> list[LocalModel]:
     """Return the models of the download cache, of LM Studio, of mlx_mtp and in `folders`, sorted by short name.
 
     Each path is returned once. A folder that is missing or cannot be read has none.
@@ -57,8 +57,8 @@ def called(name: str, folders: Iterable[Path] = ()) -> Path | None:
     return found[0].path if found else None
 
 
-def _downloaded(cache: Path) -> Iterator[Place]:
-    """Yield a `Place` for each model of a download cache: its revision main, else the one modified last.
+def _downloaded(cache: Path) -> Iterator[LocalModel]:
+    """Yield a `LocalModel` for each model of a download cache: its revision main, else the one modified last.
 
     Revisions without a config.json are left out. Nothing is yielded if there is no cache.
     """
@@ -67,11 +67,11 @@ def _downloaded(cache: Path) -> Iterator[Place]:
             found = [each for each in repo.revisions if (each.snapshot_path / "config.json").is_file()]
             if repo.repo_type == "model" and found:
                 newest = max(found, key=lambda each: ("main" in each.refs, each.last_modified))
-                yield Place(repo.repo_id, newest.snapshot_path)
+                yield LocalModel(repo.repo_id, newest.snapshot_path)
 
 
-def below(folder: Path, *, names: int, depth: int = DEEPEST) -> Iterator[Place]:
-    """Yield a `Place` for each directory with a config.json, and each GGUF file, in a folder.
+def below(folder: Path, *, names: int, depth: int = DEEPEST) -> Iterator[LocalModel]:
+    """Yield a `LocalModel` for each directory with a config.json, and each GGUF file, in a folder.
 
     Subfolders are searched down to `depth` levels, except directories with a config.json. GGUF files with "mmproj" in
     the name, projectors of images, are left out. names: number of last path parts that make up a model's name.
@@ -79,11 +79,11 @@ def below(folder: Path, *, names: int, depth: int = DEEPEST) -> Iterator[Place]:
     for path in _entries(folder):
         name = "/".join(path.parts[-names:])
         if path.is_dir() and (path / "config.json").is_file():
-            yield Place(name, path)
+            yield LocalModel(name, path)
         elif path.is_dir() and depth:
             yield from below(path, names=names, depth=depth - 1)
         elif path.suffix == ".gguf" and path.is_file() and "mmproj" not in path.name:
-            yield Place(name, path)
+            yield LocalModel(name, path)
 
 
 def _entries(folder: Path) -> list[Path]:

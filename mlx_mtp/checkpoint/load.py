@@ -22,7 +22,7 @@ from ..decoding.memory_needs import Budget
 from ..decoding.prefill import test_heads
 from ..decoding.prefill_chunk import prefill_chunk
 from ..machine.errors import one_line
-from ..machine.ranges import FLAG, Allowed, Kind, check_options
+from ..machine.ranges import FLAG, Allowed, InstanceOf, check_options
 from ..machine.stream import in_turn
 from ..machine.wired import AUTO, WiredLimit, check_wired_limit, wire
 from ..models import find_port
@@ -53,14 +53,16 @@ from .vision import Sight, open_vision
 WEIGHTS_ALONE = Budget()
 TOKENIZER = "tokenizer.json"
 UNTRUSTED = "it is code of the checkpoint, which runs only with --trust-remote-code, in Python trust_remote_code=True"
-PATH = Kind("a path, or None", (str, PathLike), optional=True)
+PATH = InstanceOf("a path, or None", (str, PathLike), optional=True)
 LOADING: dict[str, Allowed] = {
-    **dict.fromkeys(("path_or_hf_repo", "path"), Kind("a path or the name of a repository", (str, PathLike))),
+    **dict.fromkeys(("path_or_hf_repo", "path"), InstanceOf("a path or the name of a repository", (str, PathLike))),
     **dict.fromkeys(("lazy", "return_config", "trust_remote_code", "mtp", "vision"), FLAG),
     **dict.fromkeys(("mtp_path", "draft_model", "vision_path"), PATH),
-    **dict.fromkeys(("tokenizer_config", "model_config", "mtp_overrides"), Kind("a dict, or None", (dict,), True)),
-    "revision": Kind("a text, or None", (str,), optional=True),
-    "budget": Kind("a Budget", (Budget,)),
+    **dict.fromkeys(
+        ("tokenizer_config", "model_config", "mtp_overrides"), InstanceOf("a dict, or None", (dict,), True)
+    ),
+    "revision": InstanceOf("a text, or None", (str,), optional=True),
+    "budget": InstanceOf("a Budget", (Budget,)),
 }
 
 

@@ -34,7 +34,7 @@ from .parameters import check_codes, check_numbers, named
 from .quant_methods import packed_by
 from .report import Report, make_report
 from .sort_tensors import OF_ACTIVATIONS, Drafting
-from .weight_files import Stored, read_stored
+from .weight_files import StoredTensors, read_stored
 
 
 class Plain(HasRuntime):
@@ -133,7 +133,7 @@ def _build(path: Path, config: dict, ports: str, ignored: list[str]) -> Any:
 
 
 def _sanitize(
-    model: Any, stored: Stored, packed: dict[str, Packed], weights: dict[str, mx.array]
+    model: Any, stored: StoredTensors, packed: dict[str, Packed], weights: dict[str, mx.array]
 ) -> dict[str, mx.array]:
     """Return the checkpoint's tensors as parameters of mlx-lm's model, lazy; the argument `weights` is ignored.
 
@@ -150,7 +150,7 @@ def _sanitize(
 
 
 def _load_weights(
-    model: Any, stored: Stored, ignored: list[str], weights: list[tuple[str, mx.array]], **_: Any
+    model: Any, stored: StoredTensors, ignored: list[str], weights: list[tuple[str, mx.array]], **_: Any
 ) -> None:
     """Load weights as `nn.Module.load_weights`; ValueError for a missing parameter. Warn of unneeded files.
 

@@ -43,7 +43,7 @@ OTHER_KEYS = {
 
 
 @dataclass
-class Pair:
+class AdapterPair:
     """One module's adapter: tensors `A` [r, in] and `B` [out, r], and their names in the file."""
 
     names: dict[str, str]
@@ -60,7 +60,7 @@ def put_on(model: Any, file: str, config: dict[str, Any], weights: str, tensors:
     """
     _check_config(config, file)
     modules = dict(model.named_modules())
-    placed: dict[str, dict[int | None, tuple[Pair, float]]] = {}
+    placed: dict[str, dict[int | None, tuple[AdapterPair, float]]] = {}
     skipped: list[str] = []
     for name, pair in _pairs(tensors, weights).items():
         if not _is_target(name, config, file) or (OTHER_TOWERS.search(name) and name not in modules):
@@ -98,18 +98,18 @@ def _check_config(config: dict[str, Any], file: str) -> None:
         raise ValueError(f"{file}: a PEFT adapter with {'; '.join(refused)}; that is not supported: {advice}")
 
 
-def _pairs(tensors: dict[str, mx.array], weights: str) -> dict[str, Pair]:
+def _pairs(tensors: dict[str, mx.array], weights: str) -> dict[str, AdapterPair]:
     """Return the pair of tensors of each adapted module, by its name in the released model.
 
     ValueError for a tensor that is no LoRA matrix, or a pair with one matrix only.
     """
-    found: dict[str, Pair] = {}
+    found: dict[str, AdapterPair] = {}
     for key, w in tensors.items():
         match = KEY.fullmatch(key)
         if match is None:
             kind = next((k for part, k in OTHER_KEYS.items() if part in key), "a whole weight, modules_to_save")
             raise ValueError(f"{weights}: tensor {key} is no LoRA matrix but {kind}, which is not supported")
-        pair = found.setdefault(match[1], Pair({}, {}))
+        pair = found.setdefault(match[1], AdapterPair({}, {}))
         pair.names[match[2]], pair.tensors[match[2]] = key, w
     for name, pair in found.items():
         for kind in ("A", "B"):
@@ -224,7 +224,7 @@ def _of_pattern(name: str, key: str, config: dict[str, Any], default: Any, file:
     return next(found, default)
 
 
-def _check_shapes(pair: Pair, module: Any, path: str, rank: int, weights: str) -> None:
+def _check_shapes(pair: AdapterPair, module: Any, path: str, rank: int, weights: str) -> None:
     """Raise ValueError if an adapter's matrices do not have the module's sizes and the config's rank."""
     size, width = shape_of(module)
     for kind, expected in (("A", [rank, width]), ("B", [size, rank])):
@@ -233,7 +233,7 @@ def _check_shapes(pair: Pair, module: Any, path: str, rank: int, weights: str) -
             raise ValueError(f"{weights}: tensor {pair.names[kind]} has shape {shape}; {given}")
 
 
-def _adapted(module: Any, path: str, pairs: dict[int | None, tuple[Pair, float]], weights: str) -> nn.Module:
+def _adapted(module: Any, path: str, pairs: dict[int | None, tuple[AdapterPair, float]], weights: str) -> nn.Module:
     """Return mlx-lm's LoRA layer around a module; of stacked experts, those without an adapter get zeros.
 
     pairs: (adapter, scale) by expert; by None for a module without experts. ValueError if experts' ranks or scales

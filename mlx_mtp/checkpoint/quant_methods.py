@@ -44,7 +44,7 @@ ADVICE = "Take a conversion to MLX of this model, or its 16-bit release and `mlx
 
 
 @dataclass(frozen=True)
-class Settings:
+class QuantSettings:
     """A checkpoint's quantization settings: the method, and the other entries.
 
     file: where they were read. method: None if no file names it.
@@ -84,7 +84,7 @@ def _matches(target: str, module: str) -> bool:
     return bool(re.match(target[3:], module)) if target.startswith("re:") else target == module
 
 
-def settings_of(path: Path, config: dict[str, Any]) -> Settings:
+def settings_of(path: Path, config: dict[str, Any]) -> QuantSettings:
     """Return the quantization settings in a config.json, else in modelopt's own file in the same directory.
 
     ValueError if that file is damaged.
@@ -94,7 +94,7 @@ def settings_of(path: Path, config: dict[str, Any]) -> Settings:
         file = path / MODELOPT
         with one_line(f"{file}: not valid JSON, or not modelopt's", (ValueError, OSError, TypeError, AttributeError)):
             stored = {"quant_method": "modelopt"} | (json.loads(file.read_text()).get("quantization") or {})
-    return Settings(file, _stated(stored), stored)
+    return QuantSettings(file, _stated(stored), stored)
 
 
 def _entry(config: dict[str, Any]) -> dict[str, Any]:

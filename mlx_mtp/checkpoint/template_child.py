@@ -16,7 +16,7 @@ from ..machine.errors import first_line
 from .template_limits import DEADLINE, MOST_MEMORY, MOST_MESSAGE, MOST_TEXT, TOO_LONG, TOO_MUCH_MEMORY
 
 
-class Tokenizer:
+class TemplateTokenizer:
     """The attributes of a tokenizer that transformers reads to render a template; it needs no vocabulary."""
 
     apply_chat_template = PreTrainedTokenizerBase.apply_chat_template
@@ -30,7 +30,7 @@ def answer_to(line: bytes) -> bytes:
     """Return the answer to a request: "text", "error" (the template raised it) or "stopped" (it broke a limit)."""
     try:
         request = json.loads(line)
-        tokenizer = Tokenizer(request["template"], request["special_tokens"])
+        tokenizer = TemplateTokenizer(request["template"], request["special_tokens"])
         text = str(tokenizer.apply_chat_template(request["messages"], **request["options"]))
         return encoded({"text": text} if len(text) <= MOST_TEXT else {"stopped": TOO_LONG})
     except MemoryError:

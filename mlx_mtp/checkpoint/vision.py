@@ -25,7 +25,7 @@ from .files import Header, data_begins, read_config, read_header, read_tensors, 
 from .parameters import check_numbers, named
 from .report import size
 from .sort_tensors import check_types
-from .weight_files import Stored, read_stored
+from .weight_files import StoredTensors, read_stored
 from .weight_names import VISION_FILE
 
 SETTINGS = "preprocessor_config.json"
@@ -79,7 +79,9 @@ class TowerFiles(NamedTuple):
         return f"{size(self.nbytes)} in {len(self.tensors):,} tensors, stored as {kinds}"
 
 
-def find_tower_files(path: Path, config: dict, stored: Stored | None, given: str | Path | None) -> TowerFiles | None:
+def find_tower_files(
+    path: Path, config: dict, stored: StoredTensors | None, given: str | Path | None
+) -> TowerFiles | None:
     """Return the vision tower of a checkpoint at `path`, None if its files have none or its family reads no pictures.
 
     stored: the checkpoint's weight files, which are searched before VISION_FILE in its directory; None without any.
@@ -111,7 +113,7 @@ def find_tower_files(path: Path, config: dict, stored: Stored | None, given: str
 
 
 def usable_tower(
-    path: Path, config: dict, stored: Stored | None, sight: Sight, width: int
+    path: Path, config: dict, stored: StoredTensors | None, sight: Sight, width: int
 ) -> tuple[TowerFiles | None, str]:
     """Return (a checkpoint's tower, "") or (None, the reason why the model reads no pictures).
 
@@ -134,7 +136,7 @@ def usable_tower(
 
 
 def open_vision(
-    path: Path, config: dict, stored: Stored | None, sight: Sight, width: int, embed: Any = None
+    path: Path, config: dict, stored: StoredTensors | None, sight: Sight, width: int, embed: Any = None
 ) -> tuple[Any, str]:
     """Return (the `Vision` of a checkpoint, "") or (None, the reason); arguments and errors as in `usable_tower`.
 

@@ -18,7 +18,7 @@ COMPARED = 1 << 24  # bytes at a time
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensors:
     """The tensors in a checkpoint's weight files.
 
     trunk, sidecars: tensors in the model's files, and in files of MTP heads. listed: the index, from tensor to file.
@@ -83,7 +83,7 @@ def weight_files(path: Path, listed: Collection[str] = ()) -> list[str]:
     return weight_names(dict.fromkeys(names), listed)
 
 
-def read_stored(path: Path, *, whole: bool = True) -> Stored:
+def read_stored(path: Path, *, whole: bool = True) -> StoredTensors:
     """Return the tensors in a checkpoint's weight files, each once in the model's files and once in the sidecars.
 
     Data are read only to compare unlisted copies.
@@ -117,7 +117,7 @@ def read_stored(path: Path, *, whole: bool = True) -> Stored:
     if moved and whole:
         index = getattr(find_index(path), "name", "")
         notes.append(f"{path / moved[0]}: not there; {index} lists tensors in it, which were found in other files")
-    return Stored(path, found, of_heads, absent, *unread, (*damage, *notes), listed)
+    return StoredTensors(path, found, of_heads, absent, *unread, (*damage, *notes), listed)
 
 
 def _no_weights(path: Path) -> str:

@@ -29,7 +29,7 @@ def chat(**flags: Any) -> None:
     from ..session import ChatSession
     from .chat_commands import completions, execute
     from .chat_settings import PENALTIES, apply_penalties
-    from .conversation import Chat
+    from .conversation import ChatLoop
 
     advised = advised_and_not_given(flags)
     flags |= advised
@@ -45,4 +45,4 @@ def chat(**flags: Any) -> None:
     sampling = ", ".join(f"{name} {value}" for name, value in advised.items())
     notice = f"generation_config.json: {sampling}" if sampling else ""
     reader = MessageReader(interactive=is_interactive(), patient=not session.ranks, values=completions())
-    Chat(session, reader, execute, name=name, quiet=flags["quiet"], penalties=penalties).run(notice)
+    ChatLoop(session, reader, execute, name=name, quiet=flags["quiet"], penalties=penalties).run(notice)

@@ -16,7 +16,7 @@ from ..pictures.prompt import opened
 from . import conversation_file
 from .chat_figures import LEGEND, count, mtp_state, totals
 from .chat_settings import NAMES, change, settings
-from .conversation import Chat
+from .conversation import ChatLoop
 from .terminal import dumb, printable, wrapped
 from .together import follows
 
@@ -35,11 +35,11 @@ class Command(NamedTuple):
 
     usage: str
     help: str
-    run: Callable[[Chat, str], str]
+    run: Callable[[ChatLoop, str], str]
     argument: bool = False
 
 
-def execute(chat: Chat, name: str, argument: str) -> str:
+def execute(chat: ChatLoop, name: str, argument: str) -> str:
     """Run a command other than /exit; return what to print, "" for nothing.
 
     Raises ValueError for an unknown command, and ValueError or OSError if the command fails.
@@ -89,23 +89,23 @@ def named_file(name: str, command: str) -> Path:
     return expanded(dropped)
 
 
-def _help(chat: Chat, _: str) -> str:
+def _help(chat: ChatLoop, _: str) -> str:
     lines = [wrapped(line, indent=13) for line in HELP.splitlines()]
     return "\n".join([*lines, *map(wrapped, (KEYS, LEGEND) if chat.interactive else ())])
 
 
-def _reset(chat: Chat, _: str) -> str:
+def _reset(chat: ChatLoop, _: str) -> str:
     chat.session.reset()
     chat.start_over()
     return "Started a new conversation."
 
 
-def _retry(chat: Chat, _: str) -> str:
+def _retry(chat: ChatLoop, _: str) -> str:
     chat.replace_last(chat.session.last_message)
     return ""
 
 
-def _edit(chat: Chat, text: str) -> str:
+def _edit(chat: ChatLoop, text: str) -> str:
     """Replace the last message's text by `text` and answer it; without `text` let the next prompt edit that message.
 
     Its files and pictures stay. Returns "". ValueError without a message, or without `text` if there is no terminal.
@@ -119,7 +119,7 @@ def _edit(chat: Chat, text: str) -> str:
     return ""
 
 
-def _copy(chat: Chat, _: str) -> str:
+def _copy(chat: ChatLoop, _: str) -> str:
     """Copy the last answer to the clipboard by a program of CLIPBOARDS, else by an escape code for the terminal.
 
     Returns a confirmation, "" on a rank above 0. ValueError without an answer, or if neither way is possible.
@@ -143,7 +143,7 @@ def _copy(chat: Chat, _: str) -> str:
     return f"Sent {count(len(answers[-1]), 'character')} to the terminal's clipboard."
 
 
-def _file(chat: Chat, name: str) -> str:
+def _file(chat: ChatLoop, name: str) -> str:
     """Add a text file to the next message; return a confirmation with its number of lines.
 
     ValueError without a name, on several ranks, and for a file that is not regular, is larger than LARGEST_FILE or is
@@ -167,7 +167,7 @@ def _file(chat: Chat, name: str) -> str:
     return f"{printable(str(file))}: {count(len(text.splitlines()), 'line')} will go with the next message"
 
 
-def _image(chat: Chat, names: str) -> str:
+def _image(chat: ChatLoop, names: str) -> str:
     """Add pictures to the next message; return each one's number of tokens, and the number of all its pictures.
 
     ValueError without a name, and as `opened` raises it.
@@ -181,7 +181,7 @@ def _image(chat: Chat, names: str) -> str:
     return "\n".join([*lines, f"{count(len(chat.pictures), 'picture')} will go with the next message"])
 
 
-def _mtp(chat: Chat, argument: str) -> str:
+def _mtp(chat: ChatLoop, argument: str) -> str:
     """Return the state of drafting, after switching it if the argument is "on" or "off".
 
     ValueError for another argument that is not empty, and for "on" if no heads are loaded.
@@ -195,7 +195,7 @@ def _mtp(chat: Chat, argument: str) -> str:
     return mtp_state(chat.session)
 
 
-def _system(chat: Chat, text: str) -> str:
+def _system(chat: ChatLoop, text: str) -> str:
     """Set the system prompt and return a confirmation; without a text return the current one."""
     if not text:
         return printable(chat.session.system_prompt or "No system prompt.")
@@ -203,15 +203,15 @@ def _system(chat: Chat, text: str) -> str:
     return "The next answer follows this system prompt."
 
 
-def _set(chat: Chat, argument: str) -> str:
+def _set(chat: ChatLoop, argument: str) -> str:
     return change(chat.session, chat.penalties, argument) if argument else settings(chat.session, chat.penalties)
 
 
-def _stats(chat: Chat, _: str) -> str:
+def _stats(chat: ChatLoop, _: str) -> str:
     return "\n".join(totals(chat.session, chat.turns))
 
 
-def _save(chat: Chat, name: str) -> str:
+def _save(chat: ChatLoop, name: str) -> str:
     file = named_file(name, "/save")
     if not follows():
         if file.exists() and not chat.confirm(f"{printable(str(file))} exists. Replace it?"):
@@ -220,7 +220,7 @@ def _save(chat: Chat, name: str) -> str:
     return f"{printable(str(file))}: {count(len(chat.session.messages), 'message')} saved"
 
 
-def _load(chat: Chat, name: str) -> str:
+def _load(chat: ChatLoop, name: str) -> str:
     file = named_file(name, "/load")
     if chat.ranks:
         raise ValueError(

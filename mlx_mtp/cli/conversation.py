@@ -28,10 +28,10 @@ from .terminal import (
 
 SHORT = {"h": "/help", "r": "/reset", "q": "/exit"}
 File = tuple[str, str]  # name, text
-Execute = Callable[["Chat", str, str], str]
+Execute = Callable[["ChatLoop", str, str], str]
 
 
-class Chat:
+class ChatLoop:
     """The loop of `mlx-mtp chat`: reads lines, and answers them or runs them as commands.
 
     files: (name, text) of the files for the next message. sent: those of the last message. pictures: for the next

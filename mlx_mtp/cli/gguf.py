@@ -65,7 +65,7 @@ def _announce(prepared: Any, place: Path) -> None:
 
 
 def _options(flags: dict[str, Any]) -> Any:
-    from ..checkpoint.gguf.plan import Options
+    from ..checkpoint.gguf.plan import GGUFOptions
 
     given = {"plan": flags.get("gguf_plan"), "float32": flags.get("gguf_exact"), "dtype": flags.get("dtype")}
-    return Options(**{name: value for name, value in given.items() if value})
+    return GGUFOptions(**{name: value for name, value in given.items() if value})

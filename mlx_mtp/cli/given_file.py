@@ -27,7 +27,7 @@ class GivenFile(click.Path):
         return path
 
 
-class Size(click.ParamType):
+class SizeType(click.ParamType):
     """Type of an option whose text is a size, such as 512MB or 2GB, or a number of GB; its value is in bytes."""
 
     name = "size"
@@ -44,7 +44,7 @@ class Size(click.ParamType):
         return int(size)
 
 
-SIZE = Size()
+SIZE = SizeType()
 
 
 def text_files(path: Path) -> list[Path]:

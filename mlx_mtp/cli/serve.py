@@ -131,7 +131,7 @@ def serve(ctx: click.Context, **flags: Any) -> None:
 
 def _settings(ctx: click.Context, flags: dict[str, Any], *, several: bool) -> Any:
     """Return the server's `Settings` for the command's flags. several: it is for several models."""
-    from ..serve.engine import Limits
+    from ..serve.engine import JobLimits
     from ..serve.guard import Rules
     from ..serve.prefix_files import PrefixFiles
     from ..serve.server import Settings
@@ -156,7 +156,7 @@ def _settings(ctx: click.Context, flags: dict[str, Any], *, several: bool) -> An
         max_tokens=None if flags["max_tokens"] < 0 else flags["max_tokens"],
         cache_bytes=size,
         cache_files=files,
-        limits=Limits(flags["parallel"], flags["queue"] + flags["parallel"], flags["idle_unload"] or float("inf")),
+        limits=JobLimits(flags["parallel"], flags["queue"] + flags["parallel"], flags["idle_unload"] or float("inf")),
         timeout=flags["timeout"] or float("inf"),
         grace=flags["grace"],
         root_path=flags["root_path"],
@@ -186,7 +186,7 @@ def _is_several(flags: dict[str, Any]) -> bool:
 
 
 def _find(flags: dict[str, Any]) -> list[Any]:
-    """Return an `Offer` for each --model, as ordered in the command, then for each model in --models-dir.
+    """Return `ModelFacts` for each --model, as ordered in the command, then for each model in --models-dir.
 
     A --model of the hub is downloaded. Raises UsageError if two models have the same name in requests.
     """

@@ -55,7 +55,7 @@ def tune_heads(model: str | None, trust_remote_code: bool, out: Path, texts: tup
     completion.
     """
     from ..checkpoint.load import load
-    from ..training.settings import Settings
+    from ..training.settings import TuneSettings
     from ..training.tune import tune_heads as tune
     from .progress import loading, shows_progress, stages
     from .terminal import print_above
@@ -63,7 +63,7 @@ def tune_heads(model: str | None, trust_remote_code: bool, out: Path, texts: tup
     quiet, names = given.pop("quiet"), [*texts, *([data] if (data := given.pop("data")) else [])]
     adapters, mtp_path = list(given.pop("adapter_path")) or None, given.pop("mtp_path")
     bits, vocab = int(given.pop("bits")), given.pop("draft_vocab")
-    settings = Settings(bits=None if bits == 16 else bits, draft_vocab=vocab or None, **given)
+    settings = TuneSettings(bits=None if bits == 16 else bits, draft_vocab=vocab or None, **given)
     settings.check()
     files = [file for name in names for file in text_files(name)]
     if names and not files:

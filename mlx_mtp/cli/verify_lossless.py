@@ -49,11 +49,11 @@ def verify_lossless(**flags: Any) -> None:
         wrong = "without drafts there is nothing to verify; leave out --no-mtp and --num-draft-tokens 0"
         raise click.UsageError(wrong)
     model, tokenizer = _load(flags)
-    from ..lossless.check import Settings, verify
+    from ..lossless.check import CheckSettings, verify
     from ..pictures.prompt import opened
     from .progress import stages
 
-    settings = Settings(
+    settings = CheckSettings(
         drafts=_drafts(model, flags["num_draft_tokens"]),
         p_min=flags["draft_p_min"],
         lookup=flags["prompt_lookup"] is not False,

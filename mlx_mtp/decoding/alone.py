@@ -17,7 +17,7 @@ from .memory_needs import RESERVED_TOKENS
 from .policy import compiled_for, control_for, remember
 from .prefill import read_again
 from .run import Run
-from .seating import Options, Seating, Waiting
+from .seating import DriverOptions, Seating, Waiting
 from .sequence import Sequence
 
 PROMPT = Plan()  # plan of the run that chose the token before the first cycle
@@ -34,7 +34,7 @@ class Alone(Seating):
     defers = True  # a cycle that is built late begins after the tokens before it have been yielded
     drafts_evaluated = True  # a failure rolls back, or prefills all tokens again
 
-    def __init__(self, model: Target, sequence: Sequence, run: Run, drafters: dict[str, Drafter], how: Options):
+    def __init__(self, model: Target, sequence: Sequence, run: Run, drafters: dict[str, Drafter], how: DriverOptions):
         """run: of the row that chose the last token, which the cache lacks. how: the driver's options."""
         self.model, self.sequence, self.drafters = model, sequence, drafters
         self.chunk, self.p_min, self.stats, self.stopping = how.chunk, how.p_min, sequence.stats, False

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, cast
 
 import mlx.core as mx
 
-from ..layers.lm_head import Rows
+from ..layers.lm_head import NormedRows
 from ..layers.target import Target
 from .masks import masked
 from .members import Members
@@ -21,7 +21,7 @@ from .run import NO_DRAFTS, Drafts
 from .sampling import Picker, Sampling, key_at, whole_rows
 
 
-class Choice(NamedTuple):
+class Draft(NamedTuple):
     """A drafted token of each sequence, int32 [n, 1]; its probability, float32 [n, 1], if requested."""
 
     token: mx.array
@@ -39,7 +39,7 @@ class DraftOutput(Protocol):
         """Return the likeliest tokens, int32 [n, 1]."""
         ...
 
-    def choice(self) -> Rows | None:
+    def choice(self) -> NormedRows | None:
         """Return rows of an LM head from which a kernel can choose tokens; None if logits are needed."""
         ...
 
@@ -58,7 +58,7 @@ class HeadOutput(NamedTuple):
     def of(self, sequence: int) -> "HeadOutput":
         return self._replace(rows=self.rows[sequence : sequence + 1])
 
-    def choice(self) -> Rows | None:
+    def choice(self) -> NormedRows | None:
         return self.model.draft_rows(self.depth, self.rows)
 
     def likeliest(self) -> mx.array:
@@ -140,21 +140,21 @@ class DraftChooser:
         """Whether this chooser returns the likeliest token, without its probability."""
         return self.mode == "greedy" and not self.confidence
 
-    def __call__(self, output: DraftOutput, position: mx.array) -> Choice:
-        """Return the `Choice` for an output of one sequence. position: that of the draft, int32 [1]."""
+    def __call__(self, output: DraftOutput, position: mx.array) -> Draft:
+        """Return the `Draft` for an output of one sequence. position: that of the draft, int32 [1]."""
         if self.likeliest:
-            return Choice(output.likeliest())
+            return Draft(output.likeliest())
         rows = output.choice()
         choice = None if rows is None else self._without_logits(rows, cast(HeadOutput, output), position)
         return choice or self.from_logits(output.logits(), position)
 
-    def _without_logits(self, rows: Rows, output: HeadOutput, position: mx.array) -> Choice | None:
-        """Return the `Choice` made from `rows`; None if options, confidence or the head's vocabulary need logits."""
+    def _without_logits(self, rows: NormedRows, output: HeadOutput, position: mx.array) -> Draft | None:
+        """Return the draft chosen from `rows`; None if options, confidence or the head's vocabulary need logits."""
         size = rows.head.module.weight.shape[0]
         if self.mode == "coupled" and self.options.unfiltered:
             # The kernel draws noise per row of its weights: equal to the target's only for the same vocabulary.
             plain = not self.confidence and output.known(size) is None
-            return Choice(rows.draw(self.key, position, self.options.temp)[:, None]) if plain else None
+            return Draft(rows.draw(self.key, position, self.options.temp)[:, None]) if plain else None
         n = 1 if self.mode == "greedy" else min(self.options.top, size)
         if n == 0:
             return None
@@ -165,10 +165,10 @@ class DraftChooser:
             top, size = (values, tokens, total), output.model.vocab_size
             token = rows.draw_top(top, self.key, position, **self.options.filters, vocab_size=size)[:, None]
         chance = (mx.exp(logprobs) * (tokens == token)).sum(axis=-1, keepdims=True) if self.confidence else None
-        return Choice(token.astype(mx.int32), chance)
+        return Draft(token.astype(mx.int32), chance)
 
-    def from_logits(self, logits: mx.array, position: mx.array) -> Choice:
-        """Return the `Choice` from logits [1, V] in the target's vocabulary. position: that of the draft, int32 [1].
+    def from_logits(self, logits: mx.array, position: mx.array) -> Draft:
+        """Return the draft from logits [1, V] in the target's vocabulary. position: that of the draft, int32 [1].
 
         The probability, if requested, is at temperature 1 and without filters.
         """
@@ -177,7 +177,7 @@ class DraftChooser:
         token = mx.argmax(logprobs, axis=-1) if greedy else self.options.draw(logprobs, key_at(self.key, position))
         token = token[:, None].astype(mx.int32)
         chance = mx.exp(mx.take_along_axis(logprobs, token, axis=-1).astype(mx.float32)) if self.confidence else None
-        return Choice(token, chance)
+        return Draft(token, chance)
 
 
 class Choosers:
@@ -197,8 +197,8 @@ class Choosers:
         """Whether masks limit the tokens that may be drafted."""
         return self.allowed is not None
 
-    def __call__(self, output: DraftOutput, position: mx.array, depth: int) -> Choice:
-        """Return the `Choice` of all sequences. position: of each one's draft, int32 [n].
+    def __call__(self, output: DraftOutput, position: mx.array, depth: int) -> Draft:
+        """Return the `Draft` of all sequences. position: of each one's draft, int32 [n].
 
         depth: index of the draft, from 0. The choice's confidence is None unless requested; that of a free slot is 0.
         """
@@ -206,20 +206,20 @@ class Choosers:
             scores = masked(output.logits(), self.allowed[depth])
             output = LogitRow(scores, None, scores.shape[-1])
         if not self.drawn:
-            return Choice(output.likeliest())
+            return Draft(output.likeliest())
         if self.n == 1:
             return self.drawn[0](output, position)
         likeliest = mx.split(output.likeliest(), self.n)
-        each = [Choice(token, mx.zeros((1, 1))) for token in likeliest]  # a free slot has confidence 0
+        each = [Draft(token, mx.zeros((1, 1))) for token in likeliest]  # a free slot has confidence 0
         for i, chooser in self.drawn.items():
             each[i] = chooser(output.of(i), position[i : i + 1])
         tokens = mx.concatenate([choice.token for choice in each])
         chances = [choice.confidence for choice in each if choice.confidence is not None]
-        return Choice(tokens, mx.concatenate(chances) if len(chances) == self.n else None)
+        return Draft(tokens, mx.concatenate(chances) if len(chances) == self.n else None)
 
 
-def joined(choices: list[Choice]) -> Drafts:
-    """Return the `Drafts` made of one `Choice` per depth, the first depth first; NO_DRAFTS for none."""
+def joined(choices: list[Draft]) -> Drafts:
+    """Return the `Drafts` made of one `Draft` per depth, the first depth first; NO_DRAFTS for none."""
     if not choices:
         return NO_DRAFTS
     tokens = mx.concatenate([choice.token for choice in choices], axis=1)

@@ -32,7 +32,7 @@ from .policy import LOOKUP_DRAFTS, remember
 from .pooled import Pooled
 from .prefill import evaluated
 from .run import Run
-from .seating import Options, Waiting
+from .seating import DriverOptions, Waiting
 from .sequence import Sequence, Yielded
 from .stats import Stats
 
@@ -69,7 +69,7 @@ class Driver:
     def __init__(
         self,
         model: Target,
-        options: Options,
+        options: DriverOptions,
         controls: Callable[..., Any] | None = None,
         stats: Stats | None = None,
     ):

@@ -12,7 +12,7 @@ from .run import NO_DRAFTS, Drafts, Run
 from .sequence import Sequence
 from .step import Passed
 
-Rows = list[Sequence | None]  # the sequence of each row of a pass; None for a free slot
+SequenceRows = list[Sequence | None]  # the sequence of each row of a pass; None for a free slot
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Flight:
              seconds: None if not measured. why_late: why the next cycle is built late; None if not; "": the first.
     """
 
-    rows: Rows
+    rows: SequenceRows
     plan: Plan
     control: Any = None
     before: Any = None

@@ -9,7 +9,7 @@ from ..cache.prompt_cache import PromptCache
 from ..layers.prompt_rows import PromptRows
 from ..layers.target import Target
 from ..machine.errors import first_line
-from ..pictures.rows import Picture, Place, edge_after, mark_ids, places_in, positions_of, shift_at
+from ..pictures.rows import Picture, PictureSpan, edge_after, mark_ids, places_in, positions_of, shift_at
 from ..pictures.vision import vision_of
 
 END: Any = object()  # what `next` returns at the end of an iterator
@@ -71,7 +71,7 @@ def hidden_rows(model: Target, cache: PromptCache, tokens: list[int]) -> mx.arra
     return model.hidden(ids, cache.layers, PromptRows(features[None], positions))
 
 
-def features_of(model: Target, cache: PromptCache, place: Place) -> mx.array:
+def features_of(model: Target, cache: PromptCache, place: PictureSpan) -> mx.array:
     """Return the features [rows, H] of a picture that is read next, and hold them in `cache.features`.
 
     Encodes the picture if its features are not stored; of several ranks only rank 0 does. Raises ValueError, on all
@@ -107,21 +107,23 @@ def encoding(model: Target, cache: PromptCache, tokens: list[int]) -> Iterator[N
         cache.features = place.words, rows.astype(model.no_hidden().dtype)
 
 
-def _needed(cache: PromptCache, place: Place) -> Picture:
+def _needed(cache: PromptCache, place: PictureSpan) -> Picture:
     """Return the picture of `cache.pictures` at a place; ValueError if there is none."""
     if (picture := _named(cache, place)) is None:
         raise ValueError(f"pictures: the picture at token {place.first} is not among them; give it again")
     return picture
 
 
-def _stages(model: Target, cache: PromptCache, place: Place) -> Iterator[mx.array | None]:
+def _stages(model: Target, cache: PromptCache, place: PictureSpan) -> Iterator[mx.array | None]:
     """Encode the picture at a place and yield as `Vision.stages` does; yield only its features if they are stored."""
     picture = _needed(cache, place)
     stored = model.vision.stored(picture)
     yield from model.vision.stages(picture) if stored is None else (stored,)
 
 
-def _of_rank_0(model: Target, cache: PromptCache, place: Place, *, alike: bool = False) -> Iterator[mx.array | None]:
+def _of_rank_0(
+    model: Target, cache: PromptCache, place: PictureSpan, *, alike: bool = False
+) -> Iterator[mx.array | None]:
     """Yield on every rank None after each of the `_stages`, which rank 0 alone computes; last, rank 0's features.
 
     If a stage raises, rank 0 raises the stage's exception, and each other rank ValueError with the first line of that
@@ -183,7 +185,7 @@ def place_head(model: Target, cache: Any, kv: Any, first: int, end: int) -> None
         kv.shift = shift_at(places, first)
 
 
-def _stored(model: Target, cache: PromptCache, place: Place) -> mx.array | None:
+def _stored(model: Target, cache: PromptCache, place: PictureSpan) -> mx.array | None:
     """Return a picture's features from `cache.features` or, on one rank, from the stored ones; None if not there."""
     if (found := _held(cache, place)) is not None or model.ranks:
         return found
@@ -191,7 +193,7 @@ def _stored(model: Target, cache: PromptCache, place: Place) -> mx.array | None:
     return None if picture is None else model.vision.stored(picture)
 
 
-def _held(cache: PromptCache, place: Place) -> mx.array | None:
+def _held(cache: PromptCache, place: PictureSpan) -> mx.array | None:
     """Return the features in `cache.features` if their picture has the words of this place, else None.
 
     If one of both has fewer words, because the tokens end in the picture, only the first words are compared.
@@ -203,7 +205,7 @@ def _held(cache: PromptCache, place: Place) -> mx.array | None:
     return found if words[:known] == place.words[:known] else None
 
 
-def _named(cache: PromptCache, place: Place) -> Picture | None:
+def _named(cache: PromptCache, place: PictureSpan) -> Picture | None:
     """Return the picture of `cache.pictures` that has the words of a place; None if there is none.
 
     If the tokens end before all words of the place, it is the first picture that begins with its words.

@@ -18,13 +18,13 @@ from ..tuning.plan import Plan
 from .cycle_masks import mask_thread
 from .drafters import drafter_of
 from .drafters.drafter import Drafter
-from .flight import Flight, Rows
+from .flight import Flight, SequenceRows
 from .policy import compiled_for
 from .pool_rows import merged, misses_too_many, slots_for, with_missed
 from .prefill import read_again
 from .run import Run
 from .sampling import Picker
-from .seating import Options, Seating, Waiting
+from .seating import DriverOptions, Seating, Waiting
 from .sequence import Sequence
 from .stats import Stats
 
@@ -48,7 +48,7 @@ class Pooled(Seating):
         drafters: dict[str, Drafter],
         controls: Callable[..., Any],
         stats: Stats,
-        how: Options,
+        how: DriverOptions,
     ):
         """like: a cache of the layout. how: the driver's options."""
         self.model, self.drafters, self.controls, self.stats = model, drafters, controls, stats
@@ -121,7 +121,9 @@ class Pooled(Seating):
         rows = ((self.drafter.behind(s.cache) + shared, s.cache.reach) for s in active)
         return sum(int(min(n, reach or math.inf)) for n, reach in rows)
 
-    def _regroup(self, rows: Rows, run: Run | None, joining: Waiting, *, resuming: bool) -> tuple[Rows, Run]:
+    def _regroup(
+        self, rows: SequenceRows, run: Run | None, joining: Waiting, *, resuming: bool
+    ) -> tuple[SequenceRows, Run]:
         """Assign slots and rows of the next pass; return its sequences by row, and one run of them in that order.
 
         rows, run: of the previous pass. joining: new sequences, with their runs. resuming: the heads of all sequences

@@ -6,7 +6,7 @@ from sys import float_info
 from ..cache.kinds import LAYOUT, MOST_POSITIONS
 from ..cache.ring import MAX_ROWS
 from ..grammar import Constraint, Grammar
-from ..machine.ranges import COUNT, FLAG, PART, SWITCH, Allowed, Functions, Kind, Range, Tokens
+from ..machine.ranges import COUNT, FLAG, PART, SWITCH, Allowed, Functions, InstanceOf, Range, Tokens
 from .stats import Stats
 
 TEMPERATURE = Range("0 or more, as a finite float", 0, float_info.max, False)
@@ -26,6 +26,6 @@ OPTIONS: Mapping[str, Allowed] = {
     "prompt_progress_callback": Functions("a function"),
     "logits_processors": Functions("a list of functions", several=True),
     "xtc_special_tokens": Tokens(),
-    "grammar": Kind("one from mlx_mtp.grammar, or None", (Grammar, Constraint), True),
-    "stats": Kind("a Stats, or None", (Stats,), True),
+    "grammar": InstanceOf("one from mlx_mtp.grammar, or None", (Grammar, Constraint), True),
+    "stats": InstanceOf("a Stats, or None", (Stats,), True),
 }

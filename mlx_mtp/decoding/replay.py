@@ -1,7 +1,7 @@
 """Record a step once (`mx.compile`) and replay it: the host then submits a list of primitives and runs no Python.
 
-A recorded step depends on its `Kind`; everything else is its input. Few kinds must serve an answer whose cycles have
-many draft lengths, one after another in any order (`recordable`): host-side positions are rounded up, in any
+A recorded step depends on its `StepKey`; everything else is its input. Few keys must serve an answer whose cycles
+have many draft lengths, one after another in any order (`recordable`): host-side positions are rounded up, in any
 conversation and with any sequences of a pool; a step without a drafter reads only the newest row of the previous run,
 and a step with a drafter that has `row_counts` reads one of these numbers of rows. Not recorded: growing buffers,
 prefilling a paused drafter, and drafters that are not `in_step`.
@@ -61,7 +61,7 @@ class ChoiceKind(NamedTuple):
     form: None = None
 
 
-class Kind(NamedTuple):
+class StepKey(NamedTuple):
     """The key of a recorded step: all that it depends on besides the values of its inputs.
 
     plan: with the name of the drafter only if the step makes the drafts. drafts: whether the step has a drafter.
@@ -81,7 +81,7 @@ class Kind(NamedTuple):
     adapter: str | None = None
 
     @classmethod
-    def of(cls, frame: Frame, rows: int, pick: Pick) -> "Kind":
+    def of(cls, frame: Frame, rows: int, pick: Pick) -> "StepKey":
         """Return the key of the recorded step for a frame that `recordable` returned and a run of `rows` rows.
 
         pick: how all sequences of the frame choose tokens.
@@ -95,7 +95,7 @@ class Kind(NamedTuple):
 
 def recorded(
     model_ref: "weakref.ref[Target]",
-    kind: Kind,
+    kind: StepKey,
     run: Run,
     arrays: CacheArrays,
     drafts: Drafts,
@@ -194,7 +194,7 @@ class Recorder:
             self.cycles = {key: record for key, record in self.cycles.items() if key[1].adapter != adapter}
             self._states[adapter] = state
 
-    def find(self, model: Target, kind: Kind, record: Callable, held: int) -> tuple[Callable | None, bool]:
+    def find(self, model: Target, kind: StepKey, record: Callable, held: int) -> tuple[Callable | None, bool]:
         """Return (the recorded step with a key, whether it is new), or (None, False) before its OFTEN-th occurrence.
 
         Records and occurrences are those of the calling thread.
@@ -255,7 +255,7 @@ class Compiled:
         frame, run = recordable(frame, run)
         if pick is None or not self.choice.on or not all(c.parts for c in cache.stepped):
             return frame, run, None
-        kind = Kind.of(frame, run.size, pick)
+        kind = StepKey.of(frame, run.size, pick)
         held = HELD if isinstance(kind.form, PromptForm) else HELD_TOGETHER
         found = self.recall(frame.model, kind, recorded, held, stats)
         return frame, run, found and partial(found, keys=_keys(frame), starts=cache.starts, allowed=frame.allowed)

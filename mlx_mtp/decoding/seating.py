@@ -19,7 +19,7 @@ from .stats import Stats
 Waiting = list[tuple[Sequence, Run]]  # sequences with a cache at rest, and the row that chose the last token of each
 
 
-class Options(NamedTuple):
+class DriverOptions(NamedTuple):
     """Options of a driver: of `generate_step`, and `chunk`, the maximum rows of a prefill chunk."""
 
     chunk: int

@@ -32,10 +32,10 @@ ELSEWHERE = {
     13: "out of bounds: index {f.offset} of an array that has no such element",
 }
 LINE = re.compile(r'#line (\d+)(?: "(.*)")?')
-Place = tuple[str, int]  # a file's name without folders, and a line number
+SourceLine = tuple[str, int]  # a file's name without folders, and a line number
 
 
-def numbered(file: str, text: str) -> dict[Place, str]:
+def numbered(file: str, text: str) -> dict[SourceLine, str]:
     """Return a text's lines, stripped, by (file, line): from line 1 of `file`, or as `#line` directives state."""
     found, number = {}, 1
     for line in text.split("\n"):
@@ -53,7 +53,7 @@ class Explainer:
 
     kernel: str
     library: Path
-    code: Mapping[Place, str]  # the lines of the kernel's header and source
+    code: Mapping[SourceLine, str]  # the lines of the kernel's header and source
     outcome: Outcome
     group_size: Triple
     max_steps: int
@@ -117,7 +117,7 @@ def unwritten(kernel: str, buffer: KernelBuffer) -> str | None:
     return f"kernel {kernel}: unwritten: {of} that no thread wrote: {first}"
 
 
-class _Reader(io.BytesIO):
+class _LittleEndian(io.BytesIO):
     """Reads consecutive little-endian values."""
 
     def take(self, form: str) -> tuple[int, ...]:
@@ -145,7 +145,7 @@ def _section(elf: bytes, wanted: bytes) -> bytes:
     return b""
 
 
-def _unit(r: _Reader) -> Iterator[tuple[int, str, int]]:
+def _unit(r: _LittleEndian) -> Iterator[tuple[int, str, int]]:
     """Yield the rows (address, file, line) of one unit of a line table; line -1 ends a sequence of addresses."""
     (size,) = r.take("I")
     end = r.tell() + size
@@ -194,7 +194,7 @@ def _unit(r: _Reader) -> Iterator[tuple[int, str, int]]:
 @functools.lru_cache(maxsize=8)
 def _rows(path: Path) -> list[tuple[int, str, int]]:
     section, rows = _section(path.read_bytes(), b".debug_line"), []
-    reader = _Reader(section)
+    reader = _LittleEndian(section)
     while reader.tell() < len(section):
         rows += _unit(reader)
     return sorted(rows, key=lambda row: (row[0], row[2] >= 0))

@@ -21,7 +21,7 @@ from .launch import Traffic, Triple, make_traffic, run
 from .options import CompileError, EmulatorOptions, KernelFault
 from .signature import (
     MOST_BUFFERS,
-    Parameter,
+    BufferParameter,
     Signature,
     attributes_in,
     function_name,
@@ -127,7 +127,7 @@ class MetalKernel:
         parameters = [p for name, x in named for p in input_parameters(name, x, self.source)]
         for output, dtype in zip(self.output_names, output_dtypes, strict=True):
             type_ = f"atomic<{type_name(dtype)}>" if self.atomic_outputs else type_name(dtype)
-            parameters.append(Parameter(output, f"device {type_}* {output}", False))
+            parameters.append(BufferParameter(output, f"device {type_}* {output}", False))
         name = function_name(self.name, arguments, inputs, output_dtypes)
         return Signature(name, arguments, tuple(parameters), attributes_in(self.source))
 

@@ -27,7 +27,7 @@ LINES = Path(__file__).with_name("attributes.csv").read_text().splitlines()[1:]
 ATTRIBUTES = {name: (type_, value) for name, type_, value in csv.reader(LINES)}
 
 
-class Parameter(NamedTuple):
+class BufferParameter(NamedTuple):
     """One buffer of the generated function: its name, its declaration, and whether it is a reference."""
 
     name: str
@@ -41,7 +41,7 @@ class Signature:
 
     name: str
     template: tuple[tuple[str, str, str], ...]  # kind of parameter, its name, its value
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[BufferParameter, ...]
     attributes: tuple[str, ...]
 
     @property
@@ -88,19 +88,21 @@ def template_argument(name: str, value: object) -> tuple[str, str, str]:
     raise ValueError(f"template argument {name} is {value!r}; it must be a dtype, an int or a bool")
 
 
-def input_parameters(name: str, x: mx.array, source: str) -> Iterator[Parameter]:
+def input_parameters(name: str, x: mx.array, source: str) -> Iterator[BufferParameter]:
     """Yield the buffers of one input: x, and those of its shape, strides and ndim that the body uses."""
     space = "constant" if x.size < MAX_CONSTANT_SIZE else "device"
-    yield Parameter(name, f"const {space} {type_name(x.dtype)}{'&' if x.ndim == 0 else '*'} {name}", x.ndim == 0)
+    yield BufferParameter(
+        name, f"const {space} {type_name(x.dtype)}{'&' if x.ndim == 0 else '*'} {name}", x.ndim == 0
+    )
     yield from _about(name, source) if x.ndim > 0 else ()
 
 
 @functools.cache
-def _about(name: str, source: str) -> tuple[Parameter, ...]:
+def _about(name: str, source: str) -> tuple[BufferParameter, ...]:
     """Return the buffers of an input's shape, strides and ndim that the body uses."""
     kinds = (("shape", "int*"), ("strides", "int64_t*"), ("ndim", "int&"))
     return tuple(
-        Parameter(f"{name}_{what}", f"const constant {type_} {name}_{what}", what == "ndim")
+        BufferParameter(f"{name}_{what}", f"const constant {type_} {name}_{what}", what == "ndim")
         for what, type_ in kinds
         if f"{name}_{what}" in source
     )

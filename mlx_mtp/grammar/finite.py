@@ -12,7 +12,7 @@ SCALARS = {"null", "boolean", "number", "integer", "string"}
 TYPES = SCALARS | {"array", "object"}
 
 
-class Way(NamedTuple):
+class Alternative(NamedTuple):
     """One choice among the alternatives of a schema. types: the types that it allows. parts: the schemas in it."""
 
     types: frozenset[str]
@@ -52,7 +52,7 @@ class _Finite:
         ways = [*islice(self._ways(schema, ()), MOST_WAYS)]
         return len(ways) == MOST_WAYS or any(self._is_finite(way) for way in ways)
 
-    def _is_finite(self, way: Way) -> bool:
+    def _is_finite(self, way: Alternative) -> bool:
         if way.types & SCALARS:
             return True
         return ("object" in way.types and all(map(self._has_object, way.parts))) or (
@@ -74,7 +74,7 @@ class _Finite:
         first, least = part.get("prefixItems") or [], part.get("minItems", 0)
         return all(map(self._fits, first[:least])) and (least <= len(first) or self._fits(part.get("items", True)))
 
-    def _ways(self, schema: Any, seen: tuple[int, ...]) -> Iterator[Way]:
+    def _ways(self, schema: Any, seen: tuple[int, ...]) -> Iterator[Alternative]:
         """Yield the ways of a schema; none for one that refers to itself in place. seen: `id`s of schemas around."""
         self._steps += 1
         if self._steps > MOST_STEPS:
@@ -82,21 +82,21 @@ class _Finite:
         if schema is False or id(schema) in seen:
             return
         if not isinstance(schema, Mapping):
-            yield Way(frozenset(TYPES), ())
+            yield Alternative(frozenset(TYPES), ())
             return
         seen = (*seen, id(schema))
         types = schema.get("type", [*TYPES])
         types = {types} if isinstance(types, str) else {*types}
-        own = Way(frozenset(types | {"integer"} if "number" in types else types), (schema,))
+        own = Alternative(frozenset(types | {"integer"} if "number" in types else types), (schema,))
         groups = [[each] for each in schema.get("allOf", [])]
         groups += [schema[name] for name in ("anyOf", "oneOf") if name in schema]
         groups += [[self._target(schema["$ref"])]] if "$ref" in schema else []
         ways = ([*islice(self._each(group, seen), MOST_WAYS)] for group in groups)
         for chosen in product([own], *ways):
             types = frozenset.intersection(*(way.types for way in chosen))
-            yield Way(types, tuple(part for way in chosen for part in way.parts))
+            yield Alternative(types, tuple(part for way in chosen for part in way.parts))
 
-    def _each(self, group: list[Any], seen: tuple[int, ...]) -> Iterator[Way]:
+    def _each(self, group: list[Any], seen: tuple[int, ...]) -> Iterator[Alternative]:
         for schema in group:
             yield from self._ways(schema, seen)
 

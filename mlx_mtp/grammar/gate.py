@@ -38,7 +38,7 @@ class Gate(NamedTuple):
     begun: str = ""
 
 
-class Place(NamedTuple):
+class GatePosition(NamedTuple):
     """A position relative to a gate; it depends on the consumed tokens alone.
 
     kind:  "first", "start": the grammar or another text begins, at the answer's start or later. "mark": within that
@@ -115,13 +115,13 @@ class GatedMatcher(Matcher):
             return found[:-1] if self._gate.repeats and found[-1:] == [self.eos[0]] else found
         return [*self._place.mark[:most]]
 
-    def _begin(self) -> Place:
+    def _begin(self) -> GatePosition:
         self._consume(self._begun)
         self.size = 0
-        return Place("free") if self._gate.after and not self._gate.opens else self._start("first")
+        return GatePosition("free") if self._gate.after and not self._gate.opens else self._start("first")
 
-    def _start(self, kind: str = "start") -> Place:
-        return Place(kind if self._others[kind] else "grammar")
+    def _start(self, kind: str = "start") -> GatePosition:
+        return GatePosition(kind if self._others[kind] else "grammar")
 
     def _fill_row(self, mask: np.ndarray) -> None:
         place = self._place
@@ -138,7 +138,7 @@ class GatedMatcher(Matcher):
             if place.kind == "free":
                 _set(mask, self._forbidden(place), False)
 
-    def _forbidden(self, place: Place) -> list[int]:
+    def _forbidden(self, place: GatePosition) -> list[int]:
         """Return the tokens that are not allowed while a text is awaited."""
         ends = [] if self._gate.optional else [*self.eos]
         if self._gate.patterns:
@@ -151,9 +151,11 @@ class GatedMatcher(Matcher):
         place = self._place
         if place.kind in self._others:
             found = [
-                Place("either", mark=ids, then=then) for ids, then in self._others[place.kind] if ids[0] == token
+                GatePosition("either", mark=ids, then=then)
+                for ids, then in self._others[place.kind]
+                if ids[0] == token
             ]
-            place = found[0] if found else Place("grammar")
+            place = found[0] if found else GatePosition("grammar")
         if place.kind == "either":
             place = self._either(place, token)
         if place.kind == "grammar":
@@ -161,7 +163,7 @@ class GatedMatcher(Matcher):
             if self._gate.repeats and self._parser.is_stopped() and not self._parser.is_error():
                 self._parser.reset()
                 self._renew_twins()
-                place = Place("free", len(self._gate.after) - 1)
+                place = GatePosition("free", len(self._gate.after) - 1)
             self._place = place
             return
         if place.kind == "either":
@@ -170,18 +172,18 @@ class GatedMatcher(Matcher):
             return
         self.size += 1
         if place.kind == "mark":
-            self._place = place._replace(mark=place.mark[1:]) if place.mark[1:] else Place(place.then)
+            self._place = place._replace(mark=place.mark[1:]) if place.mark[1:] else GatePosition(place.then)
         elif place.kind == "free":
             self._place = self._behind(place, token)
 
-    def _either(self, place: Place, token: int) -> Place:
+    def _either(self, place: GatePosition, token: int) -> GatePosition:
         """Return the place before the next token, of kind "either" only if that may belong to both texts.
 
         Else "grammar" if the token is not the other text's next one, or "mark" if it is its last one or the grammar
         forbids it; the grammar is then returned to its start.
         """
         if token != place.mark[0]:
-            return Place("grammar")
+            return GatePosition("grammar")
         if len(place.mark) > 1 and self._fits(token):
             return place
         self._parser.reset()  # its part of the answer has not begun
@@ -194,7 +196,7 @@ class GatedMatcher(Matcher):
         super()._fill_row(mask)
         return allows(mask, token)
 
-    def _behind(self, place: Place, token: int) -> Place:
+    def _behind(self, place: GatePosition, token: int) -> GatePosition:
         """Return the place behind a token while a text is awaited."""
         text = place.tail + self._vocabulary.own.decode_bytes([token])
         mark, stage = self._gate.after[place.stage].encode(), place.stage
@@ -205,7 +207,7 @@ class GatedMatcher(Matcher):
         if end < 0:
             return place._replace(tail=text[-keep:] if keep else b"")
         stage += 1
-        return Place("free", stage, text[end:]) if stage < len(self._gate.after) else self._start()
+        return GatePosition("free", stage, text[end:]) if stage < len(self._gate.after) else self._start()
 
 
 def _set(mask: np.ndarray, tokens: Sequence[int], allowed: bool) -> None:

@@ -15,7 +15,7 @@ from .draw_top import draw_top
 from .gated_delta_verify import gated_delta_verify, gated_delta_verify_ref
 from .gated_norm import gated_norm, gated_norm_ref
 from .mamba2_verify import mamba2_verify, mamba2_verify_ref
-from .norm_rope import Rope, norm_rope, norm_rope_ref
+from .norm_rope import RopeArguments, norm_rope, norm_rope_ref
 from .verify_attention import attention_served, attention_splits, verify_attention, verify_attention_ref
 from .verify_gemv import verify_gemv, verify_gemv_ref
 from .verify_head import draw_ref, top_ref, verify_head, verify_head_draw, verify_head_ref, verify_head_top

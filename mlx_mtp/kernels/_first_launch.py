@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-Key = tuple[str, tuple[object, ...]]  # kernel; its variant: template arguments and threadgroup size
+LaunchKey = tuple[str, tuple[object, ...]]  # kernel; its variant: template arguments and threadgroup size
 SHORT_OF_MEMORY = re.compile(r"malloc|allocate|out of memory|insufficient memory", re.IGNORECASE)
 
 
 class Refusal(NamedTuple):
     """A kernel that could not be read, constructed, compiled or run: its name and variant, and the exception."""
 
-    key: Key
+    key: LaunchKey
     error: Exception
 
 
@@ -58,7 +58,7 @@ class Launch(NamedTuple):
     ran: every variant with which the kernel's text has run; one set per text.
     """
 
-    key: Key
+    key: LaunchKey
     maker: Callable[..., Any]
     call: Callable[..., Any]
     inputs: list[Any]
@@ -66,7 +66,7 @@ class Launch(NamedTuple):
     ran: set[tuple[object, ...]]
 
     @property
-    def text(self) -> tuple[Key, int]:
+    def text(self) -> tuple[LaunchKey, int]:
         """The key and the identity of the kernel's text; launches with equal ones compile the same code."""
         return self.key, id(self.ran)
 
@@ -86,17 +86,17 @@ class Launch(NamedTuple):
         return None
 
 
-class _Thread(threading.local):
+class _NotedLaunches(threading.local):
     """Launches that a thread has noted, one per variant and text, until they are run, marked as run or dropped."""
 
     def __init__(self):
-        self.new: dict[tuple[Key, int], Launch] = {}
+        self.new: dict[tuple[LaunchKey, int], Launch] = {}
 
 
-_thread = _Thread()
-_known: dict[tuple[Key, int], Launch] = {}  # launches that have run
+_thread = _NotedLaunches()
+_known: dict[tuple[LaunchKey, int], Launch] = {}  # launches that have run
 _kept: dict[int, mx.array] = {}  # the arrays of `keep`, by id
-listeners: list[list[Key]] = []  # lists of nested `launched`, the innermost last
+listeners: list[list[LaunchKey]] = []  # lists of nested `launched`, the innermost last
 
 
 def keep(array: mx.array) -> mx.array:
@@ -105,7 +105,7 @@ def keep(array: mx.array) -> mx.array:
     return array
 
 
-def is_noted(key: Key, ran: set[tuple[object, ...]]) -> bool:
+def is_noted(key: LaunchKey, ran: set[tuple[object, ...]]) -> bool:
     """Return whether this thread has noted a launch of the same variant and text; False in `launched`.
 
     False also while another thread is in `launched`. ran: the set that identifies the kernel's text. Of a model's
@@ -131,7 +131,7 @@ def note(launch: Launch) -> None:
 
 
 @contextmanager
-def launched() -> Iterator[list[Key]]:
+def launched() -> Iterator[list[LaunchKey]]:
     """Yield a list to which each launch inside the block adds its key (kernel, variant), repeated ones too.
 
     Launches of other threads add theirs as well; those of an inner block only to the inner list. `run_new` does not

@@ -28,14 +28,14 @@ _taken: dict[str, list[str]] = {}  # spellings by op, the latest op last; the la
 _in_use: dict[str, str] = {}  # by file
 
 
-class _Thread(threading.local):
+class _TriedSpellings(threading.local):
     """The spellings that a thread tries, by file."""
 
     def __init__(self) -> None:
         self.tried: dict[str, str] = {}
 
 
-_thread = _Thread()
+_thread = _TriedSpellings()
 
 
 def kernel_spelling(kernel: str) -> str:

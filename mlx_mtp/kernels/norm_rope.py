@@ -13,11 +13,11 @@ import mlx.core as mx
 
 from ._source import BLOCK, MOST_BLOCKS, constants, floats, launch, on_metal
 
-Heads = tuple[mx.array, mx.array]  # queries [B, Hq, L, D], keys [B, Hk, L, D]
+HeadRows = tuple[mx.array, mx.array]  # queries [B, Hq, L, D], keys [B, Hk, L, D]
 
 
 @dataclass(frozen=True, eq=False)
-class Rope:
+class RopeArguments:
     """The arguments of mx.fast.rope; `mscale` multiplies the rotated values.
 
     dims: number of rotated values of a head, even. Either `base` or `freqs` [dims / 2]. scale: of positions.
@@ -41,7 +41,7 @@ class Rope:
             raise ValueError(f"freqs has shape {self.freqs.shape}; for {self.dims} dims it must be {shape}")
 
     @staticmethod
-    def of(module: Any) -> "Rope | None":
+    def of(module: Any) -> "RopeArguments | None":
         """Return the Rope of an `nn.RoPE` or of mlx-lm's Llama3RoPE, ProportionalRoPE, YarnRoPE or SuScaledRoPE.
 
         None for other modules and for subclasses, unless their attribute `plain` is one of these classes.
@@ -49,13 +49,13 @@ class Rope:
         kind = getattr(module, "plain", type(module))
         match kind.__module__, kind.__name__:
             case "mlx.nn.layers.positional_encoding", "RoPE":
-                return Rope(module.dims, module.traditional, base=module.base, scale=module.scale)
+                return RopeArguments(module.dims, module.traditional, base=module.base, scale=module.scale)
             case "mlx_lm.models.rope_utils", "Llama3RoPE" | "ProportionalRoPE":
-                return Rope(module.dims, module.traditional, freqs=module._freqs)
+                return RopeArguments(module.dims, module.traditional, freqs=module._freqs)
             case "mlx_lm.models.rope_utils", "YarnRoPE":
-                return Rope(module.dims, module.traditional, freqs=module._freqs, mscale=module.mscale)
+                return RopeArguments(module.dims, module.traditional, freqs=module._freqs, mscale=module.mscale)
             case "mlx_lm.models.rope_utils", "SuScaledRoPE":
-                return Rope(module.dim, freqs=module._freqs, mscale=module._scale)
+                return RopeArguments(module.dim, freqs=module._freqs, mscale=module._scale)
         return None
 
     @cached_property
@@ -72,20 +72,22 @@ def norm_rope_ref(
     q: mx.array,
     k: mx.array,
     offset: mx.array | int,
-    rope: Rope,
+    rope: RopeArguments,
     *,
     q_weight: mx.array | None = None,
     k_weight: mx.array | None = None,
     eps: float = 0.0,
     head_dim: int | None = None,
-) -> Heads:
+) -> HeadRows:
     """Return q and k normed (if weights are given), rotated and heads first, by MLX's own ops, as `norm_rope`."""
     D = k.shape[-1] if head_dim is None else head_dim
     queries, keys = (_rotated(x[..., :D], w, eps, offset, rope) for x, w in ((q, q_weight), (k, k_weight)))
     return queries, keys
 
 
-def _rotated(x: mx.array, weight: mx.array | None, eps: float, offset: mx.array | int, rope: Rope) -> mx.array:
+def _rotated(
+    x: mx.array, weight: mx.array | None, eps: float, offset: mx.array | int, rope: RopeArguments
+) -> mx.array:
     if weight is not None:
         x = mx.fast.rms_norm(x, weight, eps)
     x = x.transpose(0, 2, 1, 3)
@@ -99,13 +101,13 @@ def norm_rope(
     q: mx.array,
     k: mx.array,
     offset: mx.array | int,
-    rope: Rope,
+    rope: RopeArguments,
     *,
     q_weight: mx.array | None = None,
     k_weight: mx.array | None = None,
     eps: float = 0.0,
     head_dim: int | None = None,
-) -> Heads:
+) -> HeadRows:
     """Norm queries and keys if weights are given, and rotate them; return [B, Hq, L, D] and [B, Hk, L, D].
 
     q: [B, L, Hq, D or more], k: [B, L, Hk, D or more], float16, bfloat16 or float32, with any strides; only the first
@@ -137,7 +139,9 @@ def norm_rope(
     return queries, keys
 
 
-def _check(q: mx.array, k: mx.array, offset: mx.array | int, rope: Rope, weights: list[mx.array], D: int) -> None:
+def _check(
+    q: mx.array, k: mx.array, offset: mx.array | int, rope: RopeArguments, weights: list[mx.array], D: int
+) -> None:
     if q.ndim != 4 or k.ndim != 4 or q.shape[:2] != k.shape[:2]:
         raise ValueError(f"q has shape {q.shape} and k {k.shape}; they must be [B, L, heads, values], of one B and L")
     values = min(q.shape[-1], k.shape[-1])

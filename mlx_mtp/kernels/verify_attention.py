@@ -8,7 +8,7 @@ import mlx.core as mx
 from ._quantized import DEVICE
 from ._source import Maybe, constants, floats, launch, on_metal, padded
 
-Stored = mx.array | tuple[mx.array, ...]  # keys or values: unquantized, or the results of mx.quantize
+StoredKeys = mx.array | tuple[mx.array, ...]  # keys or values: unquantized, or the results of mx.quantize
 
 NAMES = ("keys", "key_scales", "key_biases", "values", "value_scales", "value_biases")
 FIRST_CHUNKS = 1024  # first positions, in the smallest chunks
@@ -49,11 +49,11 @@ class Chunks(NamedTuple):
         return count - (begin - limit) // size
 
 
-def _parts(stored: Stored) -> tuple[mx.array, ...]:
+def _parts(stored: StoredKeys) -> tuple[mx.array, ...]:
     return (stored,) if isinstance(stored, mx.array) else tuple(stored)
 
 
-def _plain(stored: Stored, group_size: int, bits: int | None) -> mx.array:
+def _plain(stored: StoredKeys, group_size: int, bits: int | None) -> mx.array:
     """Return keys or values in float32."""
     w, *rest = _parts(stored)
     if not rest:
@@ -75,8 +75,8 @@ def _visible(offset: mx.array, rows: int, slots: int, window: int | None, start:
 
 def verify_attention_ref(
     q: mx.array,
-    keys: Stored,
-    values: Stored,
+    keys: StoredKeys,
+    values: StoredKeys,
     offset: mx.array,
     *,
     scale: float,
@@ -137,7 +137,7 @@ def _width(parts: tuple[mx.array, ...], bits: int | None) -> int:
     return parts[0].shape[-1] * (32 // bits if bits else 1)
 
 
-def _supported(q: mx.array, keys: Stored, values: Stored, group_size: int, bits: int | None) -> bool:
+def _supported(q: mx.array, keys: StoredKeys, values: StoredKeys, group_size: int, bits: int | None) -> bool:
     """Return whether the kernel supports these: multiples of 32 dimensions, Dv <= 512, one type, a known format.
 
     Arrays of fewer than eight elements, which MLX passes in constant memory, are not supported.
@@ -207,7 +207,7 @@ def merge(
 
 
 def attention_served(
-    q: mx.array, keys: Stored, values: Stored, *, group_size: int = 64, bits: int | None = None
+    q: mx.array, keys: StoredKeys, values: StoredKeys, *, group_size: int = 64, bits: int | None = None
 ) -> bool:
     """Return whether to call `verify_attention`: False if, on Metal, its kernel does not support these arrays.
 
@@ -218,8 +218,8 @@ def attention_served(
 
 def verify_attention(
     q: mx.array,
-    keys: Stored,
-    values: Stored,
+    keys: StoredKeys,
+    values: StoredKeys,
     offset: mx.array,
     *,
     scale: float,

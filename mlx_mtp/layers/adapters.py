@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ..machine.stream import in_turn
 
 
-class Part(NamedTuple):
+class AdaptedPart(NamedTuple):
     """A module or an array of the model that an adapter replaces.
 
     path: its path in the model, for messages. parent, key: the module or list that contains it, and its place there.
@@ -33,7 +33,7 @@ class Adapter:
 
     name: str
     fingerprint: str
-    parts: list[Part]
+    parts: list[AdaptedPart]
 
     def insert(self) -> None:
         for part in self.parts:

@@ -14,7 +14,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from ..cache.layer_cache import CONTEXTS
 from ..kernels import attention_served, attention_splits, padded, verify_attention, verify_attention_ref
 from .kernel_site import VERIFY_ROWS, Site
-from .norm_rope import Form, NormRope, Offset, device_offset, on_device, placed
+from .norm_rope import AttentionForm, NormRope, Offset, device_offset, on_device, placed
 from .three_axes import position_of
 
 
@@ -88,7 +88,7 @@ class Attention(CachedAttention):
 
     reference = staticmethod(verify_attention_ref)
 
-    def __init__(self, module: Any, form: Form, make_cache: Callable[[], Any]):
+    def __init__(self, module: Any, form: AttentionForm, make_cache: Callable[[], Any]):
         self.module, self.form, self.make_cache, cache = module, form, make_cache, make_cache()
         self.format, self.asked = cache_format(cache), not hasattr(cache, "bits")
         self.varies = self.asked and not cache.window

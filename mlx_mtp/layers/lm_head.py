@@ -87,7 +87,7 @@ def logits_of(module: Any, x: mx.array) -> mx.array:
 
 
 @dataclass(frozen=True)
-class Rows:
+class NormedRows:
     """Normed rows x [M, K] and the LM-head site that chooses their tokens."""
 
     head: LMHeadSite

@@ -6,11 +6,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..kernels import Rope, norm_rope
+from ..kernels import RopeArguments, norm_rope
 from .adapters import shape_of
 from .kernel_site import Site, side_by_side
 
-Pair = tuple[mx.array, mx.array]
+RowPair = tuple[mx.array, mx.array]
 Offset = int | mx.array  # a position: an int on the host or int32 [1] on the device
 
 
@@ -26,7 +26,7 @@ def on_device(offset: Offset) -> mx.array:
 
 
 @dataclass(frozen=True)
-class Form:
+class AttentionForm:
     """The parameters in which families' attentions differ.
 
     gate: None, "head" (one logit per head from a product of its own) or "value" (second half of each head's queries).
@@ -41,7 +41,7 @@ class Form:
     value_scale: float | None
 
     @classmethod
-    def of(cls, module: Any) -> "Form":
+    def of(cls, module: Any) -> "AttentionForm":
         """Return the form of one of mlx-lm's attention modules."""
         names = ("num_heads", "n_heads", "num_attention_heads"), ("num_kv_heads", "n_kv_heads", "num_key_value_heads")
         heads, kv_heads = (next(getattr(module, n) for n in alike if hasattr(module, n)) for alike in names)
@@ -68,14 +68,14 @@ class NormRope(Site):
     stock_exact = True
     OFFSET = 2000  # first position of a kernel trial's rows
 
-    def __init__(self, module: Any, form: Form, rope: Rope):
+    def __init__(self, module: Any, form: AttentionForm, rope: RopeArguments):
         self.module, self.form, self.rope = module, form, rope
         self.width = form.heads * form.query_dim + form.kv_heads * form.head_dim
         angles = "freqs" if rope.base is None else f"base {rope.base:g}"
         marks = {"traditional": rope.traditional, "normed": "q_norm" in module, "gated": form.gate == "value"}
         self.shape = " ".join([f"{form} rope {rope.dims} {angles}", *(name for name, on in marks.items() if on)])
 
-    def fused(self, q: mx.array, k: mx.array, offset: Offset) -> Pair:
+    def fused(self, q: mx.array, k: mx.array, offset: Offset) -> RowPair:
         """Norm and rotate the first D values of q [B, L, Hq, D or more] and k [B, L, Hk, D]: [B, Hq or Hk, L, D]."""
         m, normed = self.module, "q_norm" in self.module
         more = {"q_weight": m.q_norm.weight, "k_weight": m.k_norm.weight, "eps": m.q_norm.eps} if normed else {}
@@ -95,12 +95,12 @@ class NormRope(Site):
         found = placed(self.module, *self._split(x), mx.array([offset]), self.form.head_dim)
         return [*map(side_by_side, found)]
 
-    def _split(self, x: mx.array) -> Pair:
+    def _split(self, x: mx.array) -> RowPair:
         q, k = mx.split(x[None], [self.form.heads * self.form.query_dim], axis=-1)
         return q.reshape(1, len(x), self.form.heads, -1), k.reshape(1, len(x), self.form.kv_heads, -1)
 
 
-def placed(module: Any, q: mx.array, k: mx.array, offset: Offset, head_dim: int) -> Pair:
+def placed(module: Any, q: mx.array, k: mx.array, offset: Offset, head_dim: int) -> RowPair:
     """Norm and rotate q and k [B, L, heads, D] by the module's norms and RoPE, if any: [B, heads, L, head_dim].
 
     Only the first `head_dim` values of q's heads are used; k's heads are used whole.

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..cache.layer_cache import CacheKind
-from .lm_head import Rows, head_on, logits_of
+from .lm_head import NormedRows, head_on, logits_of
 from .mtp_head import MTPHead
 from .mtp_spec import MTPSpec, pairs
 from .prompt_rows import NO_ROWS, PromptRows
@@ -195,9 +195,9 @@ class Port(HasRuntime, nn.Module):
     def logits(self, hidden: mx.array) -> mx.array:
         return logits_of(self.unembedding(), self.normed(hidden))
 
-    def choice(self, hidden: mx.array) -> Rows | None:
+    def choice(self, hidden: mx.array) -> NormedRows | None:
         head = head_on(self.unembedding())
-        return None if head is None else Rows(head, self.normed(hidden).flatten(0, 1))
+        return None if head is None else NormedRows(head, self.normed(hidden).flatten(0, 1))
 
     def capture(self, hidden: mx.array) -> mx.array:
         """Return an MTP head's input [..., H] for rows of `hidden`: before or after the final norm, or fused taps."""
@@ -216,9 +216,9 @@ class Port(HasRuntime, nn.Module):
             return mx.argmax(self.draft_logits(depth, output), axis=-1).astype(mx.int32)
         return rows.greedy().reshape(output.shape[:2])
 
-    def draft_rows(self, depth: int, output: mx.array) -> Rows | None:
+    def draft_rows(self, depth: int, output: mx.array) -> NormedRows | None:
         head = head_on(self.unembedding(depth))
-        return None if head is None else Rows(head, self.mtp[depth].norm(output).flatten(0, 1))
+        return None if head is None else NormedRows(head, self.mtp[depth].norm(output).flatten(0, 1))
 
     def no_hidden(self) -> mx.array:
         return mx.zeros((1, 1, self.model.norm.weight.size), self.model.norm.weight.dtype)

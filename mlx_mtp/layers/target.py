@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from ..cache.layer_cache import CachedModel, LayerCache
 from ..ranks.group import Ranks
-from .lm_head import Rows
+from .lm_head import NormedRows
 from .prompt_rows import NO_ROWS, PromptRows
 from .runtime import Runtime
 
@@ -50,8 +50,8 @@ class Target(CachedModel, Protocol):
         """Return logits [1, M, V] of hidden rows [1, M, H], as `hidden` returns them."""
         ...
 
-    def choice(self, hidden: mx.array) -> Rows | None:
-        """Return `Rows`, which choose n * M tokens for hidden rows [n, M, H]; None: choose from `logits`."""
+    def choice(self, hidden: mx.array) -> NormedRows | None:
+        """Return `NormedRows`, which choose n * M tokens for hidden rows [n, M, H]; None: choose from `logits`."""
         ...
 
     def parameters(self) -> Any: ...
@@ -82,6 +82,6 @@ class Target(CachedModel, Protocol):
         """Return the indices of the greatest `draft_logits` of output rows [n, 1, H], int32 [n, 1]."""
         ...
 
-    def draft_rows(self, depth: int, output: mx.array) -> Rows | None:
-        """Return `Rows`, which choose drafts for output rows [n, 1, H]; None: choose from `draft_logits`."""
+    def draft_rows(self, depth: int, output: mx.array) -> NormedRows | None:
+        """Return `NormedRows`, which choose drafts for output rows [n, 1, H]; None: choose from `draft_logits`."""
         ...

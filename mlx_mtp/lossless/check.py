@@ -15,7 +15,7 @@ from ..pictures.rows import Picture
 from .block import TRIED, block_alternatives, first_positions, right_block
 from .compare import PLAIN, Comparison, Drift, Reference, Way, by_share, compare, compare_one_pass, drift, ways
 from .heads import LONGEST, USUAL, Known, Rights, kept, right, shares, suspicions
-from .prompts import Prompt, built_in, pictured, source
+from .prompts import NamedPrompt, built_in, pictured, source
 from .rounding_judge import OnePass
 from .sampled import Fit, draw, fit, spread
 from .seeing import MISSES, PAIRS, seen
@@ -40,7 +40,7 @@ def with_progress(items: Sequence[Any], stage: str, progress: Progress) -> Itera
 
 
 @dataclass(frozen=True)
-class Settings:
+class CheckSettings:
     """What to check. drafts: the drafter's maximum per cycle; with 0 only lookups draft.
 
     max_tokens: per output; shorter for sampled ones. draws: number of outputs whose distribution is tested. seed: the
@@ -116,7 +116,7 @@ class Verdict:
 
 
 def verify(
-    model: Target, tokenizer: Any, settings: Settings, progress: Progress, pictures: Sequence[Picture] = ()
+    model: Target, tokenizer: Any, settings: CheckSettings, progress: Progress, pictures: Sequence[Picture] = ()
 ) -> Verdict:
     """Return the verdict on a model: drafted compared with plain output, tested draws, and its drafter.
 
@@ -167,7 +167,7 @@ def _look(model: Target, tokenizer: Any, verdict: Verdict, progress: Progress) -
         verdict.warnings.append(f"it was not tested whether the model sees: {e}")
 
 
-def _greedy(references: list[Reference], settings: Settings, progress: Progress) -> list[Comparison]:
+def _greedy(references: list[Reference], settings: CheckSettings, progress: Progress) -> list[Comparison]:
     found = [Comparison("one pass")]
     for reference in with_progress(references, found[0].way, progress):
         compare_one_pass(reference, found[0])
@@ -179,7 +179,7 @@ def _greedy(references: list[Reference], settings: Settings, progress: Progress)
 
 
 def _sampled(
-    model: Target, prompts: list[Prompt], stops: Sequence[int], settings: Settings, progress: Progress
+    model: Target, prompts: list[NamedPrompt], stops: Sequence[int], settings: CheckSettings, progress: Progress
 ) -> list[Comparison]:
     """Return comparisons of sampled output with plain output of the same seeds, one for each way of sampling.
 
@@ -197,7 +197,7 @@ def _sampled(
     return found
 
 
-def _fits(model: Target, references: list[Reference], settings: Settings, progress: Progress) -> list[Fit]:
+def _fits(model: Target, references: list[Reference], settings: CheckSettings, progress: Progress) -> list[Fit]:
     """Return one test, in a list, of draws after the prompt whose distributions show most about the temperature.
 
     Only prompts of at most FIT_PROMPT tokens count. The draws use the drafter with the target's noise.
@@ -215,7 +215,9 @@ def _spread(reference: Reference) -> float:
     return sum(spread(reference.one_pass.logits(place), FIT_TEMP) for place in places[:FIT_TOKENS])
 
 
-def examine(model: Target, texts: list[Known], settings: Settings, verdict: Verdict, progress: Progress) -> Rights:
+def examine(
+    model: Target, texts: list[Known], settings: CheckSettings, verdict: Verdict, progress: Progress
+) -> Rights:
     """Return `right` of each text, per text and depth: whether the heads' predictions are right, without drafting.
 
     A recycled head has a second depth if `drafts` is 2 or more. Shares, suspicions and (with `diagnose`) better
@@ -231,7 +233,12 @@ def examine(model: Target, texts: list[Known], settings: Settings, verdict: Verd
 
 
 def examine_block(
-    model: Target, texts: list[Known], settings: Settings, verdict: Verdict, progress: Progress, masks: Iterable[int]
+    model: Target,
+    texts: list[Known],
+    settings: CheckSettings,
+    verdict: Verdict,
+    progress: Progress,
+    masks: Iterable[int],
 ) -> Rights:
     """Return `right_block` of each text, and add to `verdict` as `examine` does; blocks have `drafts` drafts.
 

@@ -19,7 +19,7 @@ from ..decoding.sampling import key_at, random_key
 from ..decoding.stats import Stats
 from ..generate import generate_step
 from ..layers.target import Target
-from .prompts import Prompt
+from .prompts import NamedPrompt
 from .rounding_judge import Judgement, OnePass
 
 STEP = 256  # tokens of a prefill chunk
@@ -128,7 +128,7 @@ class Drift:
 class Reference:
     """A prompt, its output without drafts (sampled if `plain` samples), and the judge of differences."""
 
-    def __init__(self, model: Target, prompt: Prompt, max_tokens: int, stops: Sequence[int], plain: Way = PLAIN):
+    def __init__(self, model: Target, prompt: NamedPrompt, max_tokens: int, stops: Sequence[int], plain: Way = PLAIN):
         self.model, self.prompt, self.max_tokens = model, prompt, max_tokens
         self.stops = stops if prompt.stops else ()
         self.text: list[int] = []

@@ -18,7 +18,7 @@ NO_WINDOW = 240  # tokens of a document without windows: caches grow after it
 
 
 @dataclass(frozen=True)
-class Prompt:
+class NamedPrompt:
     """A named prompt. tokens: ids, and negative numbers for rows of its `pictures`. stops: end at stop tokens."""
 
     name: str
@@ -27,27 +27,29 @@ class Prompt:
     pictures: tuple[Picture, ...] = ()
 
 
-def built_in(model: Target, tokenizer: Any, max_tokens: int) -> list[Prompt]:
+def built_in(model: Target, tokenizer: Any, max_tokens: int) -> list[NamedPrompt]:
     """Return the prompts for a check: chats, other texts, one token, and documents for the model's windows.
 
     Without a chat template there are no chats. ValueError if the tokenizer encodes a document to no tokens.
     """
     chats = enumerate(BUILT_IN["chats"] if tokenizer.has_chat_template else (), 1)
-    prompts = [Prompt(f"chat {i}", chat(tokenizer, question)) for i, question in chats]
-    prompts += [Prompt(name, tokenizer.encode(text)) for name, text in BUILT_IN["texts"].items()]
+    prompts = [NamedPrompt(f"chat {i}", chat(tokenizer, question)) for i, question in chats]
+    prompts += [NamedPrompt(name, tokenizer.encode(text)) for name, text in BUILT_IN["texts"].items()]
     word = tokenizer.encode(BUILT_IN["texts"]["prose"], add_special_tokens=False)[:1]
-    prompts.append(Prompt("one token", word, stops=False))
+    prompts.append(NamedPrompt("one token", word, stops=False))
     documents = lengths(model, max_tokens).items()
-    return prompts + [Prompt(name, document(tokenizer, length), stops=False) for name, length in documents]
+    return prompts + [NamedPrompt(name, document(tokenizer, length), stops=False) for name, length in documents]
 
 
-def pictured(model: Target, tokenizer: Any, pictures: Sequence[Picture]) -> list[Prompt]:
+def pictured(model: Target, tokenizer: Any, pictures: Sequence[Picture]) -> list[NamedPrompt]:
     """Return a prompt about each picture and, if there are several pictures, one about all of them."""
     groups: dict[str, tuple[Picture, ...]] = {f"picture {i}": (picture,) for i, picture in enumerate(pictures, 1)}
     if len(pictures) > 1:
         groups["all pictures"] = tuple(pictures)
     vision = model.vision
-    return [Prompt(name, about_pictures(tokenizer, each, vision), pictures=each) for name, each in groups.items()]
+    return [
+        NamedPrompt(name, about_pictures(tokenizer, each, vision), pictures=each) for name, each in groups.items()
+    ]
 
 
 def lengths(model: Target, max_tokens: int) -> dict[str, int]:

@@ -42,7 +42,7 @@ MISSES = 1
 
 
 @dataclass(frozen=True)
-class Pair:
+class PicturePair:
     """Two pictures of a square, as (colour, side); a question about both; and the answer about each, in their order.
 
     kind: what the pictures differ in, "sides" or "colours".
@@ -54,21 +54,21 @@ class Pair:
     answers: tuple[str, str]
 
 
-def _pairs() -> Iterator[Pair]:
+def _pairs() -> Iterator[PicturePair]:
     for colour in ("red", "green", "blue"):
         for a, b in (("left", "right"), ("top", "bottom")):
             answers = f"The square is {PLACES[a]}.", f"The square is {PLACES[b]}."
-            yield Pair("sides", ((colour, a), (colour, b)), "Where is the square?", answers)
+            yield PicturePair("sides", ((colour, a), (colour, b)), "Where is the square?", answers)
     for side in ("left", "top"):
         for a, b in (("red", "blue"), ("green", "yellow"), ("black", "purple")):
             answers = f"The square is {a}.", f"The square is {b}."
-            yield Pair("colours", ((a, side), (b, side)), "What colour is the square?", answers)
+            yield PicturePair("colours", ((a, side), (b, side)), "What colour is the square?", answers)
 
 
 PAIRS = [*_pairs()]
 
 
-def seen(model: Target, tokenizer: Any, pairs: Iterable[Pair] = PAIRS) -> dict[str, tuple[int, int]]:
+def seen(model: Target, tokenizer: Any, pairs: Iterable[PicturePair] = PAIRS) -> dict[str, tuple[int, int]]:
     """Return, for each kind of pair, (the number of pairs that `sees` finds seen, the number of pairs).
 
     ValueError if the model cannot read a prompt with a picture, for instance without Pillow or a chat template.
@@ -80,7 +80,7 @@ def seen(model: Target, tokenizer: Any, pairs: Iterable[Pair] = PAIRS) -> dict[s
     return found
 
 
-def sees(model: Target, tokenizer: Any, pair: Pair) -> bool:
+def sees(model: Target, tokenizer: Any, pair: PicturePair) -> bool:
     """Return whether after each picture of a pair its own answer is more likely than the other picture's answer.
 
     Compared are the probabilities of the first token in which the answers differ, after the tokens before it. A model

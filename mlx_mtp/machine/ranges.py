@@ -31,7 +31,7 @@ class Range(NamedTuple):
         return isinstance(value, Integral if self.whole else Real) and bool(self.least <= number <= self.most)
 
 
-class Choice(NamedTuple):
+class IntegerChoice(NamedTuple):
     """None and some integers."""
 
     words: str
@@ -41,7 +41,7 @@ class Choice(NamedTuple):
         return value is None or (is_integer(value) and value in self.values)
 
 
-class Kind(NamedTuple):
+class InstanceOf(NamedTuple):
     """The instances of some types. optional: also None."""
 
     words: str
@@ -77,7 +77,10 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-FLAG, SWITCH = Kind("True or False", (bool, np.bool_)), Kind("True, False or None", (bool, np.bool_), True)
+FLAG, SWITCH = (
+    InstanceOf("True or False", (bool, np.bool_)),
+    InstanceOf("True, False or None", (bool, np.bool_), True),
+)
 COUNT = Range("1 or more, as an integer", 1, float("inf"))
 PART = Range("between 0 and 1", 0, 1, False)
 

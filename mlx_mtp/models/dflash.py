@@ -14,7 +14,7 @@ from ..layers.block_drafter import BlockNetwork, BlockShape
 from ..layers.block_mask import Reach
 from ..layers.block_parts import MarkovHead
 from ..layers.mtp_spec import MTPSpec, checked_layers, pairs
-from .config.rope import Rope, scaled
+from .config.rope import RopeConfig, scaled
 
 ACCEPTED = (
     "a block drafter (DFlash, DFlash2, DSpark): a directory with config.json and *.safetensors that hold fc, "
@@ -109,7 +109,7 @@ def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int
         raise ValueError(f"{found}: expected heads to be a multiple of KV heads, and an even head_dim")
     if known < vocab and "d2t" not in own:
         raise ValueError(f"tensor d2t is missing; it maps the LM head's {known} tokens to the vocabulary of {vocab}")
-    rope = Rope({"rope_theta": 10000.0, **layer}).main
+    rope = RopeConfig({"rope_theta": 10000.0, **layer}).main
     shape = BlockShape(
         hidden_size=width,
         captured=captured,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .image import LIMITS, Limits, open_image, unchecked
+from .image import LIMITS, PictureLimits, open_image, unchecked
 
 PIXELS = 100_000_000  # bytes of stored pixels, by default
 FILES = 10_000  # number of files whose size and digest are stored
@@ -65,7 +65,7 @@ class DecodedFiles:
         return None
 
     def open(
-        self, data: bytes, number: int = 1, limits: Limits = LIMITS, check: Callable[[], None] = unchecked
+        self, data: bytes, number: int = 1, limits: PictureLimits = LIMITS, check: Callable[[], None] = unchecked
     ) -> FileImage:
         """Return the picture of a file's bytes, which are decoded if they are not among the stored files.
 

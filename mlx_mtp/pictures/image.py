@@ -36,7 +36,7 @@ BLOCK = 1 << 13  # bytes that a decoder reads at once
 SECONDS = 10.0  # of CPU time for decoding a file
 
 
-class Limits(NamedTuple):
+class PictureLimits(NamedTuple):
     """Limits of pictures.
 
     nbytes: maximum bytes of the file. pixels: maximum height times width. ratio: maximum of the longer side divided
@@ -67,7 +67,7 @@ class Limits(NamedTuple):
             raise ValueError(f"{count:,} bytes; allowed are {self.nbytes:,}: make it smaller")
 
 
-LIMITS = Limits()
+LIMITS = PictureLimits()
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +83,7 @@ class Image:
         return self.pixels.shape[0], self.pixels.shape[1]
 
 
-class Interrupted(ValueError):
+class DecodingInterrupted(ValueError):
     """The decoding of a picture was ended before it was complete."""
 
 
@@ -103,7 +103,9 @@ class Watched(io.BytesIO):
         try:
             self._check()
             if time.thread_time() > self._until:
-                raise Interrupted(f"decoding takes more than {SECONDS:.0f} seconds; save it with another program")
+                raise DecodingInterrupted(
+                    f"decoding takes more than {SECONDS:.0f} seconds; save it with another program"
+                )
         except Exception as e:
             self.stopped = e
             raise
@@ -117,7 +119,9 @@ def unchecked() -> None:
     """Do nothing: the `check` of a picture whose decoding is not interrupted."""
 
 
-def open_image(source: Any, limits: Limits = LIMITS, number: int = 1, check: Callable[[], None] = unchecked) -> Image:
+def open_image(
+    source: Any, limits: PictureLimits = LIMITS, number: int = 1, check: Callable[[], None] = unchecked
+) -> Image:
     """Return a picture, decoded to RGB and turned as its EXIF data request; of an animation, the first frame.
 
     Transparent pixels are composited on white. source: a path (str or Path), the bytes of a PNG, JPEG, WEBP or GIF
@@ -152,7 +156,7 @@ def numbered(number: int) -> Iterator[None]:
         raise ValueError(f"picture {number}: {e}") from None
 
 
-def from_base64(text: str, limits: Limits = LIMITS) -> bytes:
+def from_base64(text: str, limits: PictureLimits = LIMITS) -> bytes:
     """Return the bytes that base64 text encodes; ValueError for other text, and for more bytes than limits.nbytes.
 
     White space of ASCII is ignored, padding may be missing, and the alphabet may be that of URLs. The number of bytes
@@ -170,7 +174,7 @@ def from_base64(text: str, limits: Limits = LIMITS) -> bytes:
         raise ValueError("the data are not valid base64") from None
 
 
-def from_data_url(url: str, limits: Limits = LIMITS) -> bytes:
+def from_data_url(url: str, limits: PictureLimits = LIMITS) -> bytes:
     """Return the bytes in a `data:` URL in base64; ValueError for any other text, or more than limits.nbytes bytes.
 
     Its data may be percent-encoded. The media type and its parameters are ignored: the bytes show the format.
@@ -183,7 +187,7 @@ def from_data_url(url: str, limits: Limits = LIMITS) -> bytes:
     return from_base64(unquote(text) if "%" in text else text, limits)
 
 
-def _bytes_of(source: Any, limits: Limits) -> bytes:
+def _bytes_of(source: Any, limits: PictureLimits) -> bytes:
     """Return the bytes of a path's file or a `data:` URL, or those given.
 
     ValueError for other values, a file that is missing or cannot be read, and a file or URL beyond limits.nbytes.

@@ -21,7 +21,7 @@ COMMENTS = {*range(APP1, 0xEE), 0xEF, 0xFE}  # APP0 and APP14 state how colours 
 EXTENSION, CONTROL, FRAME, STRAY = ord("!"), 0xF9, ord(","), -1
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """A part of a file, data[begin:end]. kind: JPEG's marker, a chunk's name, or the label of a GIF file's block."""
 
     kind: Any
@@ -29,11 +29,11 @@ class Part(NamedTuple):
     end: int
 
 
-class Layout(NamedTuple):
+class FileLayout(NamedTuple):
     """The parts of a format. first: bytes before them. exif: (kind, bytes before EXIF data, bytes after them)."""
 
     first: Callable[[bytes], int]
-    parts: Callable[[bytes], Iterator[Part]]
+    parts: Callable[[bytes], Iterator[FilePart]]
     is_kept: Callable[[Any], bool]
     exif: tuple[Any, int, int] = (None, 0, 0)
 
@@ -78,7 +78,7 @@ def turn_of(exif: bytes) -> int | None:
     return 1
 
 
-def jpeg_parts(data: bytes) -> Iterator[Part]:
+def jpeg_parts(data: bytes) -> Iterator[FilePart]:
     """Yield the segments of a JPEG file up to its end; a scan includes its pixels. Bytes between are skipped."""
     at = 2
     while found := MARKER.search(data, at):
@@ -88,47 +88,47 @@ def jpeg_parts(data: bytes) -> Iterator[Part]:
         if marker == START_OF_SCAN:
             after = IN_SCAN.search(data, at)
             at = after.start() if after else len(data)
-        yield Part(marker, found.start(), at)
+        yield FilePart(marker, found.start(), at)
         if marker == END:
             return
 
 
-def _png_parts(data: bytes) -> Iterator[Part]:
+def _png_parts(data: bytes) -> Iterator[FilePart]:
     at = 8
     while at + 8 <= len(data):
         name, end = data[at + 4 : at + 8], at + 12 + int.from_bytes(data[at : at + 4], "big")
-        yield Part(name, at, end)
+        yield FilePart(name, at, end)
         if name == b"IEND":
             return
         at = end
 
 
-def _webp_parts(data: bytes) -> Iterator[Part]:
+def _webp_parts(data: bytes) -> Iterator[FilePart]:
     at = 12
     while at + 8 <= len(data):
         size = int.from_bytes(data[at + 4 : at + 8], "little")
         end = at + 8 + size + size % 2
-        yield Part(data[at : at + 4], at, end)
+        yield FilePart(data[at : at + 4], at, end)
         at = end
 
 
-def _gif_parts(data: bytes) -> Iterator[Part]:
+def _gif_parts(data: bytes) -> Iterator[FilePart]:
     """Yield the head and sub-blocks of each extension, and each stray byte, before the first frame, and the rest."""
     at = _gif_first(data)
     while at < len(data) and data[at] not in b",;":
         if data[at] != EXTENSION:
-            yield Part(STRAY, at, at + 1)
+            yield FilePart(STRAY, at, at + 1)
             at += 1
             continue
         label = data[at + 1] if at + 1 < len(data) else STRAY
-        yield Part(label, at, at + 2)
+        yield FilePart(label, at, at + 2)
         at += 2
         while data[at : at + 1] > b"\0":
-            yield Part(label, at, at + 1 + data[at])
+            yield FilePart(label, at, at + 1 + data[at])
             at += 1 + data[at]
-        yield Part(label, at, at + 1)
+        yield FilePart(label, at, at + 1)
         at += 1
-    yield Part(FRAME, at, len(data))
+    yield FilePart(FRAME, at, len(data))
 
 
 def _gif_first(data: bytes) -> int:
@@ -137,10 +137,10 @@ def _gif_first(data: bytes) -> int:
 
 
 LAYOUTS = {
-    "JPEG": Layout(lambda _: 2, jpeg_parts, lambda kind: kind not in COMMENTS, (APP1, 4, 0)),
-    "PNG": Layout(
+    "JPEG": FileLayout(lambda _: 2, jpeg_parts, lambda kind: kind not in COMMENTS, (APP1, 4, 0)),
+    "PNG": FileLayout(
         lambda _: 8, _png_parts, {b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"}.__contains__, (b"eXIf", 8, 4)
     ),
-    "WEBP": Layout(lambda _: 12, _webp_parts, lambda _: True, (b"EXIF", 8, 0)),
-    "GIF": Layout(_gif_first, _gif_parts, (CONTROL, FRAME).__contains__),
+    "WEBP": FileLayout(lambda _: 12, _webp_parts, lambda _: True, (b"EXIF", 8, 0)),
+    "GIF": FileLayout(_gif_first, _gif_parts, (CONTROL, FRAME).__contains__),
 }

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .image import LIMITS, Image, Limits, numbered, open_image
+from .image import LIMITS, Image, PictureLimits, numbered, open_image
 from .library import is_pillow, pillow
 from .rows import Picture, pictures_as_json, pictures_from_json, place
 from .vision import Vision, vision_of
@@ -101,7 +101,7 @@ def fitted_size(
 
 
 def fitted(
-    image: Image, box: tuple[int, int], *, enlarge: bool = False, limits: Limits = LIMITS, number: int = 1
+    image: Image, box: tuple[int, int], *, enlarge: bool = False, limits: PictureLimits = LIMITS, number: int = 1
 ) -> Image:
     """Return a picture scaled to `fitted_size`, with bicubic interpolation; itself if that is its size.
 

@@ -63,7 +63,7 @@ class Picture:
         return list(islice(cycle(self.words), self.rows))
 
 
-class Place(NamedTuple):
+class PictureSpan(NamedTuple):
     """The place of a picture in a sequence of tokens: its first row, its height and width in rows, and its words.
 
     words: as `Picture.words`; fewer if the tokens end before.
@@ -88,7 +88,7 @@ class Place(NamedTuple):
         return max(self.height, self.width) - self.height * self.width
 
 
-Places = tuple[Place, ...]
+Places = tuple[PictureSpan, ...]
 
 
 def places_in(tokens: Sequence[int]) -> Places:
@@ -113,7 +113,7 @@ def places_in(tokens: Sequence[int]) -> Places:
             raise ValueError(
                 f"tokens: the picture at token {row} is not followed by its other rows; expected `Picture.tokens`"
             )
-        found.append(Place(row, height, width, words))
+        found.append(PictureSpan(row, height, width, words))
         row += len(present)
     return tuple(found)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..machine.memory import check_room
 from .decoded import FileImage
-from .image import LIMITS, Image, Limits
+from .image import LIMITS, Image, PictureLimits
 from .rows import Picture
 
 Grid = tuple[int, int, int]
@@ -90,7 +90,7 @@ class Vision:
         read: Callable[[], Tower],
         fingerprint: Callable[[], str],
         written: tuple[int, ...] = (),
-        limits: Limits = LIMITS,
+        limits: PictureLimits = LIMITS,
         stored: int = LIMIT,
     ):
         """Read nothing: `open_pixels`, `read` and `fingerprint` are each called once, when first needed.

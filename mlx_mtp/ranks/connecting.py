@@ -43,7 +43,7 @@ def watched_from_outside(watch: Watch | None) -> Iterator[None]:
                     signal.signal(number, handler)
 
 
-class Guard(Watch):
+class ProcessGuard(Watch):
     """A watch in a process of its own, which kills the process that it guards, and ends, if a rank is missing.
 
     It does both also if MLX has not connected the ranks after STARTS times the limit.
@@ -74,4 +74,4 @@ class Guard(Watch):
 
 
 if __name__ == "__main__":
-    Guard(*json.loads(sys.argv[1]))._keep_listening()
+    ProcessGuard(*json.loads(sys.argv[1]))._keep_listening()

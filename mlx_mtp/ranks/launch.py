@@ -9,7 +9,7 @@ PORT_OFFSET = 1000  # from the backend's port to the port over which ranks watch
 RANKS, SIZES = ("MLX_RANK", "OMPI_COMM_WORLD_RANK"), ("MLX_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
 
 
-class Launch(NamedTuple):
+class RankLaunch(NamedTuple):
     """A process's rank, the number of ranks, and where the ranks' watches meet: rank 0's host and a port of it.
 
     meeting: None if rank 0's host is unknown.
@@ -20,7 +20,7 @@ class Launch(NamedTuple):
     meeting: tuple[str, int] | None
 
 
-def launched() -> Launch | None:
+def launched() -> RankLaunch | None:
     """Return the launch by `mlx.launch` or `mpirun` that started this process.
 
     None for a single process, or if the number of ranks is unknown.
@@ -37,7 +37,7 @@ def launched() -> Launch | None:
     if first := hosts[0][0] if hosts else os.environ.get("MLX_JACCL_COORDINATOR"):
         host, _, port = first.rpartition(":")
         meeting = host, (int(port) + PORT_OFFSET - 1024) % (65536 - 1024) + 1024
-    return Launch(int(rank), size, meeting)
+    return RankLaunch(int(rank), size, meeting)
 
 
 def rank_file(file: str | Path, rank: int) -> Path:

@@ -23,7 +23,7 @@ KV_HEADS = ("num_kv_heads", "n_kv_heads", "num_key_value_heads")
 INPUTS_SPLIT = ("o_proj", "out_proj", "down_proj")  # linears of which each rank has a share of the columns
 
 
-class Share(NamedTuple):
+class RankShare(NamedTuple):
     """Stand-in for rank 0's group of ranks if nothing is computed, as for `inspect --ranks`."""
 
     ranks: int

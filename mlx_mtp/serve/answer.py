@@ -25,19 +25,19 @@ class TokenLogprob(NamedTuple):
     top: tuple[tuple[str, bytes, float], ...] = ()
 
 
-Part = TextPart | ToolCall
+AnswerPart = TextPart | ToolCall
 
 
-def text_of(parts: list[Part], *, reasoning: bool = False) -> str:
+def text_of(parts: list[AnswerPart], *, reasoning: bool = False) -> str:
     """Return the content of an answer's parts as one text, or with `reasoning` the reasoning instead; no calls."""
     return "".join(part.text for part in parts if isinstance(part, TextPart) and part.reasoning == reasoning)
 
 
-def calls_of(parts: list[Part]) -> list[ToolCall]:
+def calls_of(parts: list[AnswerPart]) -> list[ToolCall]:
     return [part for part in parts if isinstance(part, ToolCall)]
 
 
-def logprobs_of(parts: list[Part]) -> list[TokenLogprob]:
+def logprobs_of(parts: list[AnswerPart]) -> list[TokenLogprob]:
     return [each for part in parts if isinstance(part, TextPart) for each in part.logprobs]
 
 
@@ -86,7 +86,7 @@ class Splitter:
         """Whether the text received so far ends inside reasoning."""
         return self._step == self._in_reasoning
 
-    def feed(self, text: str, logprobs: TokenLogprob | None = None) -> list[Part]:
+    def feed(self, text: str, logprobs: TokenLogprob | None = None) -> list[AnswerPart]:
         """Add the next piece of the answer; return the parts that later pieces cannot change, [] if there are none.
 
         After a stop string the rest is ignored. logprobs: of the piece's token; they are returned with the next text.
@@ -96,7 +96,7 @@ class Splitter:
         self._text += text
         return self._advance(None)
 
-    def end(self, *, cut: bool) -> list[Part]:
+    def end(self, *, cut: bool) -> list[AnswerPart]:
         """Return the remaining parts; left-over log probabilities form an empty TextPart.
 
         cut: a token limit ended the answer, so the last call may be incomplete.
@@ -106,12 +106,12 @@ class Splitter:
             parts.append(TextPart("", self.reasoning, self._take_logprobs()))
         return parts
 
-    def _advance(self, complete: bool | None) -> list[Part]:
+    def _advance(self, complete: bool | None) -> list[AnswerPart]:
         """Return the parts that later text cannot change, [] if there are none.
 
         complete, here and in each step: None before the answer's end; then True, or False if a token limit cut it.
         """
-        parts: list[Part] = []
+        parts: list[AnswerPart] = []
         while self.stopped is None and self._text and (found := self._step(complete)) is not None:
             parts += found
         if complete is not None and self._aside:
@@ -119,7 +119,7 @@ class Splitter:
             self._aside = None
         return parts
 
-    def _at_start(self, complete: bool | None) -> list[Part] | None:
+    def _at_start(self, complete: bool | None) -> list[AnswerPart] | None:
         """Choose whether reasoning, a call or content starts the answer; return [], or None if more text is needed.
 
         Reasoning starts with its mark, which is dropped; a call may lack its mark, and is held. After more than
@@ -144,7 +144,7 @@ class Splitter:
         self._step = self._in_content
         return []
 
-    def _in_reasoning(self, complete: bool | None) -> list[Part] | None:
+    def _in_reasoning(self, complete: bool | None) -> list[AnswerPart] | None:
         if self.holding:
             return self._read_calls_in_reasoning(complete)
         at, mark = self._first(self._text, (self._think_end, *self._call_marks()))
@@ -154,7 +154,7 @@ class Splitter:
             return parts
         return self._until_call(at, mark, complete, reasoning=True)
 
-    def _read_calls_in_reasoning(self, complete: bool | None) -> list[Part] | None:
+    def _read_calls_in_reasoning(self, complete: bool | None) -> list[AnswerPart] | None:
         """Read the calls at the end of reasoning, and put them aside; return [], or None before reasoning has ended.
 
         If no call can be read, return `_no_call`. If content follows the calls, their text is reasoning.
@@ -171,7 +171,7 @@ class Splitter:
         self._step, self._trims = self._after_reasoning, True
         return []
 
-    def _after_reasoning(self, complete: bool | None) -> list[Part] | None:
+    def _after_reasoning(self, complete: bool | None) -> list[AnswerPart] | None:
         """Drop the line breaks after reasoning; all white space if calls ended it and nothing else follows.
 
         Return [] or, if text follows such calls, their text as reasoning; None if more text is needed.
@@ -181,7 +181,7 @@ class Splitter:
         if not self._text.strip() and self._aside:
             self._text = ""
             return []
-        parts: list[Part] = []
+        parts: list[AnswerPart] = []
         if self._aside:
             parts, self._aside = [TextPart(self._aside[0], True, self._take_logprobs())], None
         if self._trims:
@@ -189,7 +189,7 @@ class Splitter:
         self._think_start, self._step = "", self._at_start
         return parts
 
-    def _in_content(self, complete: bool | None) -> list[Part] | None:
+    def _in_content(self, complete: bool | None) -> list[AnswerPart] | None:
         if self.holding:
             return self._read_calls(complete)
         at, mark = self._first(self._text, (*self._stops, *self._call_marks()))
@@ -198,7 +198,9 @@ class Splitter:
             return self._emit(at)
         return self._until_call(at, mark, complete)
 
-    def _until_call(self, at: int, mark: str, complete: bool | None, *, reasoning: bool = False) -> list[Part] | None:
+    def _until_call(
+        self, at: int, mark: str, complete: bool | None, *, reasoning: bool = False
+    ) -> list[AnswerPart] | None:
         """Remove and return the pending text before a possible call at `at`; None if more text is needed.
 
         If `at` starts no call, that is the text up to and with the mark's first character; without a mark, all but a
@@ -215,7 +217,7 @@ class Splitter:
             end -= _begun(self._text, marks)
         return self._emit(end, reasoning) if end else None
 
-    def _read_calls(self, complete: bool | None) -> list[Part] | None:
+    def _read_calls(self, complete: bool | None) -> list[AnswerPart] | None:
         """Return the calls at the start of the text once the answer has ended; None before.
 
         With one_call return the first call alone, at the answer's end or once a second call starts. If no call can be
@@ -234,7 +236,7 @@ class Splitter:
             self._text = ""
         return self._calls(reading.calls)
 
-    def _first_of_two(self) -> list[Part] | None:
+    def _first_of_two(self) -> list[AnswerPart] | None:
         """Return the first call once a second one has started; None before."""
         marks = self._call_marks()
         while True:
@@ -254,7 +256,7 @@ class Splitter:
         reading = self._format.read(text, self._tools, complete=complete) if self._format else None
         return reading.calls if reading and not text[reading.end :].strip() else []
 
-    def _no_call(self, *, reasoning: bool = False) -> list[Part]:
+    def _no_call(self, *, reasoning: bool = False) -> list[AnswerPart]:
         """Emit the first character of a text that proved to be no call, so that the search continues after it.
 
         reasoning: as in `_emit`.
@@ -287,7 +289,7 @@ class Splitter:
         found = [(at, mark) for mark in marks if mark and (at := text.find(mark)) >= 0]
         return min(found, default=(len(text), ""))
 
-    def _emit(self, end: int, reasoning: bool = False) -> list[Part]:
+    def _emit(self, end: int, reasoning: bool = False) -> list[AnswerPart]:
         """Remove and return the first `end` characters of the text, without line breaks after a mark of reasoning.
 
         reasoning: return them as reasoning, else as content.
@@ -298,7 +300,7 @@ class Splitter:
             self._trims = not text
         return [TextPart(text, reasoning, self._take_logprobs())] if text else []
 
-    def _calls(self, calls: list[ToolCall]) -> list[Part]:
+    def _calls(self, calls: list[ToolCall]) -> list[AnswerPart]:
         self.called = True
         return list(calls[:1] if self._one_call else calls)
 

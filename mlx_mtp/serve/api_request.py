@@ -12,17 +12,17 @@ from ..checkpoint.chat_template import parts_with_pictures
 from ..checkpoint.template_process import rendered_within
 from ..decoding.stats import Stats
 from ..decoding.summary import paused
-from .answer import Part, calls_of, text_of
+from .answer import AnswerPart, calls_of, text_of
 from .continued import finished, is_begun
 from .field_table import check_fields
 from .fields import MOST_CHOICES, ModelInfo, Refused, boolean, check_characters, fields_of, integer
 from .forms import Content, Message, past_pictures, without_oldest_pictures
 from .frames import ends_in_reasoning
-from .job import Begun, DecodeRequest, End, Failed, Prefilled
-from .prompts import Prompt, encode_chat
+from .job import Begun, DecodeRequest, End, Prefilled, RequestFailed
+from .prompts import EncodedPrompt, encode_chat
 from .request_pictures import BLOCK
 from .sampling_fields import decode_requests, refusing_long
-from .structured import Output, constraint_of
+from .structured import RequiredOutput, constraint_of
 from .template_traits import renders_tools, traits_of
 from .thinking import switch_of, template_of
 from .tool_calls.schema import dumps
@@ -36,7 +36,7 @@ ROLES = ("system", "user", "assistant", "tool")
 class Answer(NamedTuple):
     """The complete answer of one choice: its parts and its last event."""
 
-    parts: list[Part]
+    parts: list[AnswerPart]
     end: End
 
 
@@ -88,10 +88,10 @@ class ApiRequest:
         """Return texts to stream after a prefill chunk of the choice with index `choice`; none in this base class."""
         return ()
 
-    def part(self, choice: int, part: Part) -> Iterable[str]: ...
+    def part(self, choice: int, part: AnswerPart) -> Iterable[str]: ...
     def finish(self, choice: int, end: End) -> Iterable[str]: ...
     def close(self) -> Iterable[str]: ...
-    def failed(self, failed: Failed) -> str: ...
+    def failed(self, failed: RequestFailed) -> str: ...
     def whole(self, answers: list[Answer]) -> dict[str, Any]: ...
 
 
@@ -119,7 +119,7 @@ class ChoicesRequest(ApiRequest):
             yield self.chunk(usage=self.usage(self.ends))
         yield data("[DONE]")
 
-    def failed(self, failed: Failed) -> str:
+    def failed(self, failed: RequestFailed) -> str:
         return data(openai_error(failed.status, failed.message))
 
     def chunk(self, *choices: dict[str, Any], **more: Any) -> str:
@@ -199,7 +199,7 @@ def figures(ends: list[End]) -> dict[str, Any]:
 
 def chat_decode_requests(
     api: ApiRequest, info: ModelInfo, body: dict[str, Any], messages: list[Message], choice: ToolChoice,
-    output: Output | None = None, **more: Any,
+    output: RequiredOutput | None = None, **more: Any,
 ) -> list[DecodeRequest]:  # fmt: skip
     """Encode a conversation in OpenAI's form; return one request per choice. Raises Refused.
 
@@ -261,7 +261,7 @@ def fitting_prompt(
     template: dict[str, Any],
     warnings: list[str],
     **how: bool,
-) -> tuple[list[Message], Prompt]:
+) -> tuple[list[Message], EncodedPrompt]:
     """Return a conversation and its prompt; if it is too long, without the oldest pictures of earlier messages.
 
     A prompt that is too long without them is returned, or refused by `prompt_of`. warnings: appended to. how: of
@@ -293,7 +293,7 @@ def _after_tool(messages: list[Message]) -> bool:
 
 def prompt_of(
     info: ModelInfo, messages: list[Message], tools: list[Any] | None, template: dict[str, Any], **how: bool
-) -> Prompt:
+) -> EncodedPrompt:
     """Encode a conversation; raises Refused if it is empty or the template refuses it. how: of `encode_chat`."""
     if not messages:
         raise Refused(
@@ -314,7 +314,7 @@ def _next_prompt(
     tools: list[Any] | None,
     template: dict[str, Any],
     ids: CallIds,
-    parts: list[Part],
+    parts: list[AnswerPart],
     *,
     continues: bool,
 ) -> list[int]:

@@ -21,14 +21,14 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from ..checkpoint.template_limits import TemplateStopped
-from .answer import Part
+from .answer import AnswerPart
 from .api_request import Answer, ApiRequest, openai_error
 from .chat import ChatRequest
 from .completions import CompletionRequest
 from .failures import dropped, log, printable
 from .fields import Refused
-from .guard import SAFE_HEADERS, Guard, RootPath, SafeHeaders
-from .job import LOST, Begun, End, Event, Failed, Job, Prefilled
+from .guard import SAFE_HEADERS, RequestGuard, RootPath, SafeHeaders
+from .job import LOST, Begun, End, Event, Job, Prefilled, RequestFailed
 from .limits import QueueFull
 from .listing import health, listed, model, models, running, show, version
 from .messages import MessagesRequest, anthropic_error, count_tokens
@@ -47,7 +47,7 @@ UNSUPPORTED = {
     **dict.fromkeys(("/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete"), FIXED),
 }
 MOST_UNSENT = 10_000  # events of a stream that its client has not read
-SLOW = Failed(408, "the client reads the stream too slowly")
+SLOW = RequestFailed(408, "the client reads the stream too slowly")
 FULL = "the queue is full or the server is ending; try again later"
 PAGE = Path(__file__).parent / "page"
 POLICY = (
@@ -87,7 +87,7 @@ def application(service: Service, root: str = "") -> Starlette:
             Middleware(SafeHeaders),
             Middleware(RootPath, root=root),
             Middleware(CORSMiddleware, allow_origins=service.rules.origins, expose_headers=[WARNING], **cors),
-            Middleware(Guard, rules=service.rules, refused=refused),
+            Middleware(RequestGuard, rules=service.rules, refused=refused),
         ],
         exception_handlers=handlers,
     )
@@ -159,11 +159,11 @@ async def respond(request: Request, api: type[ApiRequest]) -> Response:
     try:
         if active.api_request.stream:
             first = await active.next(PATIENCE)
-            if isinstance(first, Failed):
+            if isinstance(first, RequestFailed):
                 return _error(request, first.status, first.message)
             return Stream(active, first, warned)
         found = await unless_gone(request, active.whole())
-        if isinstance(found, Failed):
+        if isinstance(found, RequestFailed):
             return _error(request, found.status, found.message)
         return JSONResponse(active.api_request.whole(found), headers=warned)
     except BaseException:
@@ -227,14 +227,14 @@ class ActiveRequest:
             self._loop.call_soon_threadsafe(self._put, choice, event)
 
     def _put(self, choice: int, event: Event) -> None:
-        if self._events.qsize() >= MOST_UNSENT and not isinstance(event, End | Failed):
+        if self._events.qsize() >= MOST_UNSENT and not isinstance(event, End | RequestFailed):
             self.cancel()
             event = SLOW
         if not self._is_slow:
             self._events.put_nowait((choice, event))
         self._is_slow = self._is_slow or event is SLOW
 
-    async def next(self, seconds: float) -> tuple[int, Event] | Failed | None:
+    async def next(self, seconds: float) -> tuple[int, Event] | RequestFailed | None:
         """Return (choice, event), or None after `seconds` without an event.
 
         A Failed of one job cancels all and is returned alone; LOST, after `seconds`, if all jobs have finished but an
@@ -248,7 +248,7 @@ class ActiveRequest:
             if not complete:
                 return None
             choice, event = 0, LOST
-        if isinstance(event, Failed):
+        if isinstance(event, RequestFailed):
             self.cancel()
             with dropped("a failure was not counted"):
                 self.service.metrics.requests.labels("error").inc()
@@ -264,19 +264,19 @@ class ActiveRequest:
     def finished(self) -> bool:
         return len(self._ends) == len(self.jobs)
 
-    async def whole(self) -> list[Answer] | Failed:
+    async def whole(self) -> list[Answer] | RequestFailed:
         """Return a list of the answers, at each choice's index, once all have ended; or the first failure."""
         while not self.finished:
-            if isinstance(found := await self.next(SILENCE), Failed):
+            if isinstance(found := await self.next(SILENCE), RequestFailed):
                 return found
         return [Answer(job.parts, self._ends[i]) for i, job in enumerate(self.jobs)]
 
-    async def stream(self, found: tuple[int, Event] | Failed | None) -> AsyncIterator[str]:
+    async def stream(self, found: tuple[int, Event] | RequestFailed | None) -> AsyncIterator[str]:
         """Yield the stream's lines, also of an error. found: its first event; None if it is still awaited."""
         if found is None and self.api_request.waiting:
             yield self.api_request.waiting
         try:
-            while not isinstance(found, Failed):
+            while not isinstance(found, RequestFailed):
                 for line in self._lines(*found) if found else ():
                     yield line
                 if self.finished:
@@ -295,7 +295,7 @@ class ActiveRequest:
     def _lines(self, choice: int, event: Event) -> Iterable[str]:
         if isinstance(event, End):
             return self.api_request.finish(choice, event)
-        if isinstance(event, Part):
+        if isinstance(event, AnswerPart):
             return self.api_request.part(choice, event)
         if isinstance(event, Prefilled):
             return self.api_request.prefilled(choice, event)

@@ -11,14 +11,14 @@ from pathlib import Path
 from ..checkpoint.gguf.cached import is_gguf
 from ..checkpoint.gguf.inspect import inspect_gguf
 from ..checkpoint.inspect import inspect_checkpoint
-from ..checkpoint.library import Place, below
+from ..checkpoint.library import LocalModel, below
 from ..checkpoint.load import check_tokenizer
 from ..decoding.memory_needs import LONGEST, UNCHECKED
 from ..machine.errors import first_line, without_directories
 
 
 @dataclass(frozen=True)
-class Offer:
+class ModelFacts:
     """The facts about a model, which need no load.
 
     name: in requests. path: its directory or GGUF file. problem: why it cannot be served, else "". With a problem the
@@ -61,8 +61,8 @@ class Offer:
 
 def offers(
     models: Iterable[tuple[str, Path]], folder: Path | None, limit: int | None = None, *, code: bool = False
-) -> list[Offer]:
-    """Return an `Offer` of each given model, then of each other model in a folder and up to four levels below.
+) -> list[ModelFacts]:
+    """Return an `ModelFacts` of each given model, then of each other model in a folder and up to four levels below.
 
     models: pairs of name and path; of pairs with the same path only the first counts. A model of the folder has
     the name of its directory or file, or its path in the folder if another model has that name, too; of several paths
@@ -81,18 +81,18 @@ def offers(
     return [offer(name, path, limit, code=code) for name, path in given]
 
 
-def _in_folder(folder: Path) -> list[Place]:
+def _in_folder(folder: Path) -> list[LocalModel]:
     """Return the models of a folder, each once: with its path without links if there is one, else the first."""
     found = [*below(folder, names=1)]
     linked = {place: place.path.resolve() != folder.resolve() / place.path.relative_to(folder) for place in found}
-    kept: dict[Path, Place] = {}
+    kept: dict[Path, LocalModel] = {}
     for place in sorted(found, key=linked.__getitem__):
         kept.setdefault(place.path.resolve(), place)
     return [place for place in found if kept[place.path.resolve()] == place]
 
 
-def offer(name: str, path: Path, limit: int | None = None, *, code: bool = False) -> Offer:
-    """Return a model's `Offer`; the first error or problem becomes its `problem`. limit, code: as in `offers`."""
+def offer(name: str, path: Path, limit: int | None = None, *, code: bool = False) -> ModelFacts:
+    """Return a model's facts; the first error or problem becomes its `problem`. limit, code: as in `offers`."""
     try:
         facts = inspect_gguf(path)[1] if is_gguf(path) else inspect_checkpoint(path, values=False)
         problem = next(iter(facts.problems), "")
@@ -101,12 +101,12 @@ def offer(name: str, path: Path, limit: int | None = None, *, code: bool = False
     except Exception as e:
         facts, problem = None, first_line(e)
     if problem or facts is None or facts.memory is None or facts.report is None:
-        return Offer(name, path, problem or f"{path}: its memory cannot be estimated")
+        return ModelFacts(name, path, problem or f"{path}: its memory cannot be estimated")
     report, memory = facts.report, facts.memory
     per_token = (memory.kv + memory.head_kv) // 1000
     longest = facts.longest or _of_tokenizer(path)
     longest = min(longest, limit or longest)
-    return Offer(
+    return ModelFacts(
         name,
         path,
         context=longest,

@@ -4,14 +4,14 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from .answer import Part, TextPart, TokenLogprob, calls_of, logprobs_of, text_of
+from .answer import AnswerPart, TextPart, TokenLogprob, calls_of, logprobs_of, text_of
 from .api_request import ROLES, Answer, ChoicesRequest, chat_decode_requests, function_call, message_of
-from .contents import Contents
+from .contents import MessageContents
 from .fields import MOST_TOP, ModelInfo, Refused, boolean, integer, items, shown, stops
 from .forms import Content, Message, joined_contents
 from .job import Begun, End
 from .output_format import output_of
-from .places import ANSWER, CALL, OTHER, UNKNOWN, USER, Place, entries_of
+from .places import ANSWER, CALL, OTHER, UNKNOWN, USER, RequestPlace, entries_of
 from .sampling_fields import most_tokens
 from .tool_choice import openai_choice
 
@@ -34,7 +34,7 @@ class ChatRequest(ChoicesRequest):
         top, logprobs = integer(body, "top_logprobs", 0, MOST_TOP), boolean(body, "logprobs")
         if top and not logprobs:
             raise Refused("top_logprobs: needs logprobs=true", param="top_logprobs")
-        contents = Contents(info, self.warnings)
+        contents = MessageContents(info, self.warnings)
         messages = contents.settled(messages_of(body, contents))
         self.requests = chat_decode_requests(
             self, info, body, messages, choice,
@@ -51,7 +51,7 @@ class ChatRequest(ChoicesRequest):
         for choice in range(self.choices):
             yield self._delta(choice, {"role": "assistant", "content": ""})
 
-    def part(self, choice: int, part: Part) -> Iterable[str]:
+    def part(self, choice: int, part: AnswerPart) -> Iterable[str]:
         if isinstance(part, TextPart):
             name = "reasoning_content" if part.reasoning else "content"
             yield self._delta(choice, {name: part.text}, _logprobs(part.logprobs) if part.logprobs else None)
@@ -111,7 +111,7 @@ def functions_of(tools: list[dict[str, Any]], warnings: list[str], kind: str = "
     return functions
 
 
-def messages_of(body: dict[str, Any], contents: Contents) -> list[Message]:
+def messages_of(body: dict[str, Any], contents: MessageContents) -> list[Message]:
     """Return a body's `messages` in the form that the chat template receives. Raises Refused.
 
     Contents become `forms.Content`, complete after `contents.settled`; the role developer becomes system, and
@@ -126,7 +126,7 @@ def side_of(message: Any) -> str:
     return CALL if found == ANSWER and (message.get("tool_calls") or message.get("function_call")) else found
 
 
-def message_of_chat(message: Any, place: Place, contents: Contents) -> Message:
+def message_of_chat(message: Any, place: RequestPlace, contents: MessageContents) -> Message:
     """Return a message in the form that the chat template receives; a message of an unknown role is the user's."""
     message = message if isinstance(message, dict) else {"content": message}
     role = role_of(message, place, contents)
@@ -151,7 +151,9 @@ def message_of_chat(message: Any, place: Place, contents: Contents) -> Message:
     return found | ({"tool_calls": named} if (named := [call for call, _ in calls if call]) else {})
 
 
-def role_of(message: dict[str, Any], place: Place, contents: Contents, names: dict[str, str] = NAMES) -> str:
+def role_of(
+    message: dict[str, Any], place: RequestPlace, contents: MessageContents, names: dict[str, str] = NAMES
+) -> str:
     """Return a message's role; "user", with a warning, for one that `names` does not contain."""
     role = message.get("role")
     if (found := names.get(str(role))) is None:
@@ -160,7 +162,7 @@ def role_of(message: dict[str, Any], place: Place, contents: Contents, names: di
     return found or "user"
 
 
-def _content(message: dict[str, Any], role: str, place: Place, contents: Contents) -> Content:
+def _content(message: dict[str, Any], role: str, place: RequestPlace, contents: MessageContents) -> Content:
     """Return the content of a message, with its `images` before and the refusal and audio of an answer after it."""
     sees = role != "assistant"
     read = contents.result if role == "tool" else partial(contents.of, sees=sees)
@@ -177,7 +179,7 @@ def _content(message: dict[str, Any], role: str, place: Place, contents: Content
     return joined_contents(found)
 
 
-def _call(call: Any, place: Place, contents: Contents) -> dict[str, Any] | None:
+def _call(call: Any, place: RequestPlace, contents: MessageContents) -> dict[str, Any] | None:
     """Return a tool call in the form that the chat template receives; None for one without a function's name."""
     call = call if isinstance(call, dict) else {}
     function, custom = call.get("function"), call.get("custom")

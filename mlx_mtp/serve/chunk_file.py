@@ -77,7 +77,7 @@ def resumable_path(path: list[Chunk]) -> list[Chunk]:
 
 
 @dataclass(frozen=True)
-class Stored:
+class PrefixHeader:
     """The header of a prefix file.
 
     identity: `PrefixTree.identity` of the tree that wrote it. tokens: those of the sequence.
@@ -93,13 +93,13 @@ class Stored:
         return len(self.tokens)
 
 
-FOREIGN = Stored()  # stands for a file of another format
+FOREIGN = PrefixHeader()  # stands for a file of another format
 
 
 def write_chunks(file: Path, path: list[Chunk], identity: str) -> Iterator[int]:
     """Write a path's chunks to a file, about PIECE bytes per step; yield the number of bytes written so far.
 
-    path: the chunks of one sequence, by position. identity: as in `Stored`. The file is complete only when the
+    path: the chunks of one sequence, by position. identity: as in `PrefixHeader`. The file is complete only when the
     iterator has ended, which writes the digests.
     """
     named, records = [_named(chunk) for chunk in path], [*map(_record, path)]
@@ -132,7 +132,7 @@ def bytes_needed(path: list[Chunk]) -> int:
     return len(begin) + sum(chunk.nbytes for chunk in path)
 
 
-def read_stored(file: Path) -> Stored:
+def read_stored(file: Path) -> PrefixHeader:
     """Return a file's header, FOREIGN if its format is not FORMAT. Raises ValueError if damaged, and OSError."""
     with file.open("rb") as f:
         return ChunkReader(f, file).stored
@@ -163,7 +163,7 @@ class ChunkReader:
         tokens = [token for record in self._records for token in record["tokens"]]
         ends = [*itertools.accumulate(len(record["tokens"]) for record in self._records)]
         resumable = frozenset(end for end, record in zip(ends, self._records, strict=True) if record["moment"])
-        self.stored = Stored(self._state["identity"], tokens, ends, resumable)
+        self.stored = PrefixHeader(self._state["identity"], tokens, ends, resumable)
 
     def primed(self, index: int) -> int:
         """Return the number of positions that the MTP heads have read at the end of the chunk with this index."""

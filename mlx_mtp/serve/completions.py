@@ -4,12 +4,12 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from .answer import Part, TextPart, TokenLogprob, logprobs_of, text_of
+from .answer import AnswerPart, TextPart, TokenLogprob, logprobs_of, text_of
 from .api_request import Answer, ChoicesRequest
 from .fields import MOST_CHOICES, MOST_TOP, ModelInfo, Refused, integer, shown, stops
 from .job import Begun, End
 from .output_format import output_of
-from .prompts import Prompt
+from .prompts import EncodedPrompt
 from .sampling_fields import decode_requests, most_tokens, text_prompt
 from .structured import constraint_of
 
@@ -39,7 +39,7 @@ class CompletionRequest(ChoicesRequest):
     def begin(self, begun: Begun) -> Iterable[str]:
         return ()
 
-    def part(self, choice: int, part: Part) -> Iterable[str]:
+    def part(self, choice: int, part: AnswerPart) -> Iterable[str]:
         assert isinstance(part, TextPart)
         yield self.chunk(_choice(choice, part.text, part.logprobs or None))
 
@@ -73,12 +73,12 @@ def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
     }
 
 
-def _prompt(given: Any, body: dict[str, Any], info: ModelInfo) -> Prompt:
+def _prompt(given: Any, body: dict[str, Any], info: ModelInfo) -> EncodedPrompt:
     """Return the tokens of a text or of a list of token ids; raises Refused for another value."""
     if isinstance(given, str):
         return text_prompt(info, given, body)
     most = len(info.tokenizer)
     if isinstance(given, list) and given and all(type(token) is int and 0 <= token < most for token in given):
-        return Prompt(given)
+        return EncodedPrompt(given)
     allowed = f"a text, a list of at least one token id from 0 to {most - 1}, or a list of these"
     raise Refused(f"prompt={shown(given)}: allowed are {allowed}", param="prompt")

@@ -1,7 +1,7 @@
 """Read the contents of messages: what is not read is refused in the newest message, and a line of text elsewhere.
 
 Clients send the whole conversation with every request, so a part that is refused wherever it stands would end a
-session. `Place.new` states whether a place is in the newest message.
+session. `RequestPlace.new` states whether a place is in the newest message.
 """
 
 import re
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-from ..pictures.image import Limits, from_base64, from_data_url
+from ..pictures.image import PictureLimits, from_base64, from_data_url
 from .fields import ModelInfo
-from .forms import OLD_PICTURE, Content, Line, Message, joined_contents
-from .places import Place
+from .forms import OLD_PICTURE, Content, Message, SeparateLines, joined_contents
+from .places import RequestPlace
 from .request_pictures import TOO_LONG, TOO_MANY, RequestPictures
 from .tool_calls.schema import dumps
 
@@ -35,10 +35,10 @@ DOCUMENTS = ("document", "search_result", "file", "input_file")
 NO_TEXT = ("image/", "audio/", "video/", "font/", "application/pdf")  # begin media types
 TEXT = ("image/svg+xml", "video/mp2t")  # the second is how browsers call a file of TypeScript
 CONTROL = re.compile("[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # in no text; logs contain \x1b
-LIMITS = Limits(nbytes=1 << 30)  # a body is smaller
+LIMITS = PictureLimits(nbytes=1 << 30)  # a body is smaller
 
 
-class Contents:
+class MessageContents:
     """Reads the contents of the messages of one request; `settled` completes the messages.
 
     info: without it, or if its model has no vision tower, no picture is read. warnings: `settled` appends to it.
@@ -48,7 +48,7 @@ class Contents:
         self.pictures, self._info = RequestPictures(info), info
         self._warnings, self._notes = [] if warnings is None else warnings, dict[str, list[str]]()
 
-    def of(self, value: Any, place: Place, *, sees: bool = True) -> Content:
+    def of(self, value: Any, place: RequestPlace, *, sees: bool = True) -> Content:
         """Return a content, a text or a list of parts, as one text, or as parts if pictures are among them.
 
         None is "". sees: whether pictures may be among them. Pictures are complete after `settled`.
@@ -58,20 +58,20 @@ class Contents:
         blocks = self.blocks(value, place)
         return joined_contents(part for i, each in enumerate(blocks) for part in self.part(each, place.at(i), sees))
 
-    def blocks(self, value: Any, place: Place) -> list[Any]:
+    def blocks(self, value: Any, place: RequestPlace) -> list[Any]:
         """Return a content that is neither a text nor None as a list of parts; [value] for another value."""
         if place.new and not isinstance(value, list):
             raise place.refused(f"{repr(value)[:80]}: allowed is a text or a list of parts")
         return value if isinstance(value, list) else [value]
 
-    def result(self, value: Any, place: Place) -> Content:
+    def result(self, value: Any, place: RequestPlace) -> Content:
         """Return a tool result as `of` returns a content; values that are no parts become their JSON."""
         if value is None or isinstance(value, str):
             return value or ""
         values = value if isinstance(value, list) else [value]
-        return self.of([each if _is_part(each) else Line(dumps(each)) for each in values], place)
+        return self.of([each if _is_part(each) else SeparateLines(dumps(each)) for each in values], place)
 
-    def part(self, part: Any, place: Place, sees: bool = True) -> Iterator[str | dict[str, Any]]:
+    def part(self, part: Any, place: RequestPlace, sees: bool = True) -> Iterator[str | dict[str, Any]]:
         """Yield the texts and pictures of a part of any API. sees: as in `of`."""
         kind = kind_of(part)
         if isinstance(part, str):
@@ -86,20 +86,20 @@ class Contents:
         else:
             yield self._unread(part, place, sees)
 
-    def word(self, given: dict[str, Any], name: str, place: Place) -> str:
+    def word(self, given: dict[str, Any], name: str, place: RequestPlace) -> str:
         """Return a field that is a text, "" if it is missing; any other value is refused or left out."""
         value = given.get(name)
         if value is not None and not isinstance(value, str):
             self.note(place.at(name), f"{repr(value)[:80]} was left out; allowed is a text")
         return value if isinstance(value, str) else ""
 
-    def note(self, place: Place, problem: str) -> None:
+    def note(self, place: RequestPlace, problem: str) -> None:
         """Add a warning about a place; raises Refused instead if the place is new."""
         if place.new:
             raise place.refused(problem)
         self._notes.setdefault(problem, []).append(place.path)
 
-    def line(self, what: str, why: str, place: Place, shown: Any = None) -> Line:
+    def line(self, what: str, why: str, place: RequestPlace, shown: Any = None) -> SeparateLines:
         """Return the line of text, with a warning, for what is not read; raises Refused if the place is new.
 
         shown: the part or item of which the line shows at most MOST_SHOWN characters.
@@ -109,12 +109,12 @@ class Contents:
         self.note(place, f"{what} was left out, replaced by a line of text: {why}")
         return self._line(what, why + _shown(shown))
 
-    def _line(self, what: str, why: str) -> Line:
+    def _line(self, what: str, why: str) -> SeparateLines:
         """Return the line of text for what is left out, in which no mark of a chat template is left."""
         text = f"[{what[:1].upper()}{what[1:]} was left out: {why}.]".translate(MARKS)
         if self._info is None:
-            return Line(text)
-        return Line(self._info.marks.every.sub(lambda mark: f"\\u{ord(mark[0][0]):04x}{mark[0][1:]}", text))
+            return SeparateLines(text)
+        return SeparateLines(self._info.marks.every.sub(lambda mark: f"\\u{ord(mark[0][0]):04x}{mark[0][1:]}", text))
 
     def settled(self, messages: list[Message], *, count: bool = False) -> list[Message]:
         """Return the request's messages with complete contents: pictures are read, or left out.
@@ -136,7 +136,7 @@ class Contents:
             for message in messages
         ]
 
-    def _picture(self, part: dict[str, Any], place: Place, sees: bool) -> str | dict[str, Any]:
+    def _picture(self, part: dict[str, Any], place: RequestPlace, sees: bool) -> str | dict[str, Any]:
         """Return the part for a picture, or a line of text in its place."""
         what, number = f"a picture ({part['type']})" if place.new else "a picture", self.pictures.number
         if not sees:
@@ -152,7 +152,7 @@ class Contents:
             found["past"] = True
         return found
 
-    def _unread(self, part: Any, place: Place, sees: bool) -> Line:
+    def _unread(self, part: Any, place: RequestPlace, sees: bool) -> SeparateLines:
         """Return the line of text for a part that is neither text nor picture; raises Refused if the place is new."""
         kind = kind_of(part)
         what = f"a part of type {repr(kind)[:80]}"
@@ -181,7 +181,7 @@ def _shown(value: Any) -> str:
     return f": {BRIEF.repr(value)[:MOST_SHOWN]}" if value not in (None, {}) else ""
 
 
-def document_parts(part: dict[str, Any], place: Place) -> list[tuple[Any, Place]] | None:
+def document_parts(part: dict[str, Any], place: RequestPlace) -> list[tuple[Any, RequestPlace]] | None:
     """Return the parts of a document with their places: title, source and context if it has them, then its content.
 
     None for a document without inline text: a URL, an id, or a file in another format than text.
@@ -193,23 +193,25 @@ def document_parts(part: dict[str, Any], place: Place) -> list[tuple[Any, Place]
     inner = part["file"] if isinstance(part.get("file"), dict) else part
     names = ((inner, "filename"), (part, "title"), (part, "source"), (part, "context"))
     heads = [
-        (Line(found), place.at(name)) for each, name in names if isinstance(found := each.get(name), str) and found
+        (SeparateLines(found), place.at(name))
+        for each, name in names
+        if isinstance(found := each.get(name), str) and found
     ]
     return [*heads, *content]
 
 
-def _content(part: dict[str, Any], place: Place) -> list[tuple[Any, Place]] | None:
+def _content(part: dict[str, Any], place: RequestPlace) -> list[tuple[Any, RequestPlace]] | None:
     """Return the content of a document or file as `document_parts` does; None if it has no text."""
     source = part.get("source")
     if isinstance(source, dict) and source.get("type") == "content":
         return _listed(source.get("content"), place.at("source").at("content"))
     text = _text(part)
-    return None if text is None else [(Line(text), place)]
+    return None if text is None else [(SeparateLines(text), place)]
 
 
-def _listed(content: Any, place: Place) -> list[tuple[Any, Place]] | None:
+def _listed(content: Any, place: RequestPlace) -> list[tuple[Any, RequestPlace]] | None:
     if isinstance(content, str):
-        return [(Line(content), place)]
+        return [(SeparateLines(content), place)]
     return [(each, place.at(i)) for i, each in enumerate(content)] if isinstance(content, list) else None
 
 

@@ -9,7 +9,7 @@ from ..cache.prompt_cache import PromptCache
 from ..cache.prompt_prefix import shared
 from ..machine.errors import first_line, with_type, without_directories
 from .failures import log
-from .job import DecodeRequest, Failed, Interrupted, Job, Served, keep, with_adapter
+from .job import DecodeRequest, Job, JobInterrupted, RequestFailed, Served, keep, with_adapter
 
 MAX_FINISHED = 4  # responses whose conversations wait for idle time to be prefilled
 
@@ -22,25 +22,25 @@ def must_end(job: Job) -> bool:
 def closed(steps: Any) -> PromptCache | None:
     """Interrupt the generator of a job or a prefill; return the prompt cache of a job, None if it has none."""
     try:
-        steps.throw(Interrupted)
+        steps.throw(JobInterrupted)
     except StopIteration as end:
         return end.value
-    except Interrupted:
+    except JobInterrupted:
         return None
     steps.close()
     return None
 
 
-def failed_by(error: BaseException) -> Failed:
+def failed_by(error: BaseException) -> RequestFailed:
     """Convert an exception to an event: status 400 for a ValueError, which the request caused; else log it, 500.
 
     Paths on the server are left out, except their last names.
     """
     if isinstance(error, ValueError):
-        return Failed(400, without_directories(first_line(error)))
+        return RequestFailed(400, without_directories(first_line(error)))
     with contextlib.suppress(BaseException):
         log.error("a request failed", exc_info=error)
-    return Failed(500, without_directories(with_type(error)))
+    return RequestFailed(500, without_directories(with_type(error)))
 
 
 class FinishedJobs(deque[tuple[Job, PromptCache | None]]):

@@ -20,8 +20,8 @@ from .follow import PREFILL, as_json
 from .job import (
     LOST,
     DecodeRequest,
-    Failed,
     Job,
+    RequestFailed,
     Served,
     answer,
     compare_rows,
@@ -29,12 +29,12 @@ from .job import (
     prefill_tail,
     with_adapter,
 )
-from .limits import Limits, QueueFull
+from .limits import JobLimits, QueueFull
 
 Steps = Generator[None, None, PromptCache | None]
-TIMED_OUT = Failed(504, "the request reached its time limit (--timeout)")
+TIMED_OUT = RequestFailed(504, "the request reached its time limit (--timeout)")
 DONE: Any = object()  # marks the end of background work
-ENDING = Failed(503, "the server is shutting down")
+ENDING = RequestFailed(503, "the server is shutting down")
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Engine:
     """
 
     load: Callable[[], Served]
-    limits: Limits = field(default_factory=Limits)
+    limits: JobLimits = field(default_factory=JobLimits)
     ready: Callable[[], None] = lambda: None
     store: Callable[[Served], None] = lambda served: None
     state: str = "loading"
@@ -163,7 +163,7 @@ class Engine:
     def _fail_queued(self, error: BaseException) -> None:
         """End all queued jobs with status 503, because the model could not be loaded again."""
         log.error("the model was not loaded again", exc_info=error)
-        failed = Failed(503, without_directories(f"the model cannot be loaded: {with_type(error)}"))
+        failed = RequestFailed(503, without_directories(f"the model cannot be loaded: {with_type(error)}"))
         for _ in range(len(self._queue)):  # for a later request the model is loaded again
             self._end(self._queue.popleft(), None, failed)
 
@@ -244,7 +244,7 @@ class Engine:
         except BaseException as e:
             self._end(job, steps, e)
 
-    def _end(self, job: Job, steps: Steps | None, failed: Failed | BaseException | None = None) -> None:
+    def _end(self, job: Job, steps: Steps | None, failed: RequestFailed | BaseException | None = None) -> None:
         """Remove a job. steps: its generator, to close; None if it has ended. Never raises.
 
         failed: sent as its last event; an exception is converted by `failed_by`. If the closed generator returns a

@@ -38,7 +38,7 @@ class ModelInfo:
 
     names:    model names that requests may use; "*" allows any. defaults: of sampling fields.
     positions: maximum tokens of prompt and answer together. max_tokens: default of an answer; None: what fits.
-    template: default variables of the chat template. turns: whether encoded prompts need `Prompt.turns`.
+    template: default variables of the chat template. turns: whether encoded prompts need `EncodedPrompt.turns`.
     created:  time of the load in seconds since 1970. seeds: returns a random seed.
     unread_calls: why calls in the model's own format may be returned as text; None if they are parsed.
     adapters: names of adapters that requests can select. vocab_size: number of the model's logits.
@@ -217,7 +217,7 @@ def strings_in(value: Any) -> Iterator[str]:
             yield from strings_in(each)
 
 
-class Size(NamedTuple):
+class FieldSize(NamedTuple):
     """The limits of a field's value; None: only those of a body and of the model's context.
 
     items: of a list, or members of an object. text: characters of all texts and names in it together. values: items
@@ -229,32 +229,32 @@ class Size(NamedTuple):
     values: int = 1000
 
 
-CONVERSATION = Size(10_000, None, 1_000_000)
-PROMPT = Size(1_000_000, None, 1_000_000)
-NAME = Size(text=256)
-WORDS = Size(MOST_STOPS, MOST_STOPS * MAX_WORD, MOST_STOPS)
-TOKENS = Size(500_000, 5_000_000, 500_000)  # the vocabulary's size is a further limit
-FORMAT = Size(2000, 200_000, 50_000)  # `structured` states those of the schema or grammar in it
-TOOL = Size(100, 100_000, 10_000)
-SIZES: dict[str, Size] = {
+CONVERSATION = FieldSize(10_000, None, 1_000_000)
+PROMPT = FieldSize(1_000_000, None, 1_000_000)
+NAME = FieldSize(text=256)
+WORDS = FieldSize(MOST_STOPS, MOST_STOPS * MAX_WORD, MOST_STOPS)
+TOKENS = FieldSize(500_000, 5_000_000, 500_000)  # the vocabulary's size is a further limit
+FORMAT = FieldSize(2000, 200_000, 50_000)  # `structured` states those of the schema or grammar in it
+TOOL = FieldSize(100, 100_000, 10_000)
+SIZES: dict[str, FieldSize] = {
     **dict.fromkeys(("messages", "input"), CONVERSATION),
     "prompt": PROMPT,
     **dict.fromkeys(("system", "instructions", "images"), CONVERSATION),
     **dict.fromkeys(("model", "adapter", "guided_whitespace_pattern"), NAME),
-    "tools": Size(1000, 1_000_000, 100_000),
-    "tool_choice": Size(10, 300_000, 5000),
-    "chat_template_kwargs": Size(64, 100_000, 10_000),
+    "tools": FieldSize(1000, 1_000_000, 100_000),
+    "tool_choice": FieldSize(10, 300_000, 5000),
+    "chat_template_kwargs": FieldSize(64, 100_000, 10_000),
     **dict.fromkeys(("stop", "stop_sequences", "bad_words"), WORDS),
-    "stop_token_ids": Size(256),
+    "stop_token_ids": FieldSize(256),
     **dict.fromkeys(("logit_bias", "allowed_token_ids"), TOKENS),
     **dict.fromkeys(("response_format", "text", "output_config", "output_format", "format"), FORMAT),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_grammar", "guided_choice", "structured_outputs"), FORMAT),
-    "options": Size(100, 30_000, 1000),
+    "options": FieldSize(100, 30_000, 1000),
 }
-OTHERS = Size()
+OTHERS = FieldSize()
 
 
-def check_size(name: str, value: Any, size: Size | None = None, param: str | None = None) -> None:
+def check_size(name: str, value: Any, size: FieldSize | None = None, param: str | None = None) -> None:
     """Raise Refused, with `param` or the name, if a field's value exceeds `size`, by default the field's own."""
     size = size or SIZES.get(name, OTHERS)
     if isinstance(value, list | dict) and len(value) > size.items:

@@ -19,17 +19,17 @@ class Conversation(NamedTuple):
     tools: list[Any] | None
 
 
-class Line(str):
+class SeparateLines(str):
     """A text that stands on lines of its own: `joined_contents` puts it between line breaks."""
 
 
-OLD_PICTURE = Line("[old picture]")  # short, since it may stand in a prompt many times
-REFUSED_PICTURE = Line("[A picture was left out: the chat template refuses it.]")
+OLD_PICTURE = SeparateLines("[old picture]")  # short, since it may stand in a prompt many times
+REFUSED_PICTURE = SeparateLines("[A picture was left out: the chat template refuses it.]")
 
-Change = Callable[[Conversation], Conversation]
+ConversationChange = Callable[[Conversation], Conversation]
 
 
-def forms(conversation: Conversation) -> Iterator[tuple[tuple[Change, ...], Conversation]]:
+def forms(conversation: Conversation) -> Iterator[tuple[tuple[ConversationChange, ...], Conversation]]:
     """Yield (changes, the conversation with these changes); equal conversations only once.
 
     The changes are first none, then each of CHANGES alone, then the first 2, 3, ... of CHANGES.
@@ -42,7 +42,7 @@ def forms(conversation: Conversation) -> Iterator[tuple[tuple[Change, ...], Conv
             yield changes, form
 
 
-def changed(conversation: Conversation, changes: Iterable[Change]) -> Conversation:
+def changed(conversation: Conversation, changes: Iterable[ConversationChange]) -> Conversation:
     """Return a conversation to which changes were applied, one after another."""
     for change in changes:
         conversation = change(conversation)
@@ -61,7 +61,7 @@ def joined(messages: list[Message], role: str) -> list[Message]:
 def joined_contents(contents: Iterable[Content | dict[str, Any]], space: str = "") -> Content:
     """Return contents and parts of contents, in their order, as one content: a text if no picture is among them.
 
-    space: put between adjacent texts; next to a `Line` it is a line break. Without contents: "".
+    space: put between adjacent texts; next to a `SeparateLines` it is a line break. Without contents: "".
     """
     found: list[dict[str, Any]] = []
     parts = (part for content in contents for part in _parts(content))
@@ -72,10 +72,10 @@ def joined_contents(contents: Iterable[Content | dict[str, Any]], space: str = "
 
 
 def _joined_texts(texts: Iterable[str], space: str) -> str:
-    """Return texts as one, which is a `Line` if the last one is. space: as in `joined_contents`."""
+    """Return texts as one, which is a `SeparateLines` if the last one is. space: as in `joined_contents`."""
     found, last = list[str](), ""
     for text in texts:
-        if isinstance(last, Line) or isinstance(text, Line):
+        if isinstance(last, SeparateLines) or isinstance(text, SeparateLines):
             found.append("\n" if last and text and not last.endswith("\n") and not text.startswith("\n") else "")
         elif found:
             found.append(space)
@@ -152,7 +152,7 @@ def _with_earlier_pictures_as_text(conversation: Conversation) -> Conversation:
 
 
 def without_oldest_pictures(
-    messages: list[Message], count: int | None = None, line: Line = OLD_PICTURE
+    messages: list[Message], count: int | None = None, line: SeparateLines = OLD_PICTURE
 ) -> list[Message]:
     """Return messages in which a line of text replaces the first pictures of earlier messages, at most `count`."""
     oldest = islice(past_pictures(messages), count)
@@ -281,7 +281,7 @@ def _call_as_text(call: dict[str, Any]) -> str:
 
 # Each returns a changed copy of a conversation; those that alter a prompt least come first, but for the pictures,
 # since some of the others change only messages without any.
-CHANGES: tuple[Change, ...] = (
+CHANGES: tuple[ConversationChange, ...] = (
     _with_a_list_of_tools,
     _with_tools_described,
     _with_earlier_pictures_as_text,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import regex
 
-from .answer import MOST_UNCERTAIN, Part, Splitter, TextPart, TokenLogprob
+from .answer import MOST_UNCERTAIN, AnswerPart, Splitter, TextPart, TokenLogprob
 from .tool_calls.call_format import skip_space
 
 REASONING, CONTENT = "reasoning", "content"
@@ -133,19 +133,19 @@ class FramedSplitter:
         """Whether the text received so far ends inside reasoning."""
         return self._kind == REASONING
 
-    def feed(self, text: str, logprobs: TokenLogprob | None = None) -> list[Part]:
+    def feed(self, text: str, logprobs: TokenLogprob | None = None) -> list[AnswerPart]:
         """Add a piece of the answer and its token's logprobs; return the parts that later pieces cannot change."""
         if logprobs:
             self._logprobs.append(logprobs)
         self._text += text
         return self._advance(False)
 
-    def end(self, *, cut: bool) -> list[Part]:
+    def end(self, *, cut: bool) -> list[AnswerPart]:
         """Return the remaining parts. cut: a token limit ended the answer, so the last call may be incomplete."""
         return self._advance(True) + self._feed_inner("") + self._inner.end(cut=cut)
 
-    def _advance(self, final: bool) -> list[Part]:
-        parts: list[Part] = []
+    def _advance(self, final: bool) -> list[AnswerPart]:
+        parts: list[AnswerPart] = []
         while self._text and self._inner.stopped is None:
             found = self._between(final) if self._kind is None else self._inside(final)
             if found is None:
@@ -153,7 +153,7 @@ class FramedSplitter:
             parts += found
         return parts
 
-    def _between(self, final: bool) -> list[Part] | None:
+    def _between(self, final: bool) -> list[AnswerPart] | None:
         """Enter the frame that starts the text, or content without one; return [], or None if more text is needed.
 
         final, here and in the next two: the answer has ended.
@@ -167,7 +167,7 @@ class FramedSplitter:
             self._text = self._text[begin.end() :]
         return []
 
-    def _inside(self, final: bool) -> list[Part] | None:
+    def _inside(self, final: bool) -> list[AnswerPart] | None:
         """Return the parts of the text before the open frame's end; at the end, leave the frame and return [].
 
         None if more text is needed to find the end.
@@ -200,7 +200,7 @@ class FramedSplitter:
                 return None if found.partial else True
         return False
 
-    def _emit(self, end: int) -> list[Part]:
+    def _emit(self, end: int) -> list[AnswerPart]:
         """Remove the first `end` characters of the text; return them as reasoning, or the inner splitter's parts."""
         text, self._text = self._text[:end], self._text[end:]
         if self._kind != REASONING:
@@ -208,7 +208,7 @@ class FramedSplitter:
         logprobs, self._logprobs = tuple(self._logprobs), []
         return [TextPart(text, True, logprobs)]
 
-    def _feed_inner(self, text: str) -> list[Part]:
+    def _feed_inner(self, text: str) -> list[AnswerPart]:
         for each in self._logprobs:
             self._inner.feed("", each)
         self._logprobs = []

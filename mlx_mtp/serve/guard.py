@@ -128,8 +128,8 @@ class RootPath:
         await self.app(scope, receive, send)
 
 
-class Guard:
-    """ASGI middleware that rejects requests that violate `Rules`, with the response `refused(request, error)`."""
+class RequestGuard:
+    """ASGI middleware that answers a request that violates its rules with `refused(request, error)`."""
 
     def __init__(self, app: ASGIApp, rules: Rules, refused: Any):
         self.app, self.rules, self.refused = app, rules, refused

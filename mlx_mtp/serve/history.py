@@ -47,7 +47,7 @@ class Unanswered(Generic[T]):
         return None
 
 
-class Link(NamedTuple):
+class CallFacts(NamedTuple):
     """The facts of a call that its result needs.
 
     given: the client's id, or "". id: the template's. number: the call's index among all calls of the conversation.
@@ -67,8 +67,8 @@ def linked(messages: list[Message], traits: Traits) -> list[Message]:
     `tool_name`, to the first such call of this tool, if there is one.
     """
     found: list[tuple[int, Message]] = []
-    links: dict[str, Link] = {}
-    pending, count = Unanswered[Link](), 0
+    links: dict[str, CallFacts] = {}
+    pending, count = Unanswered[CallFacts](), 0
     for message in messages:
         check_client()
         if calls := message.get("tool_calls"):
@@ -91,10 +91,10 @@ def linked(messages: list[Message], traits: Traits) -> list[Message]:
     return [message for _, run in runs for _, message in sorted(run, key=lambda each: each[0])]
 
 
-def _link(call: dict[str, Any], number: int, traits: Traits) -> Link:
+def _link(call: dict[str, Any], number: int, traits: Traits) -> CallFacts:
     given, name = call.get("id") or "", call["function"]["name"]
     id = f"functions.{name}:{number}" if traits.ids == "numbered" else _id(given or f"call_{number}", traits)
-    return Link(given, id, name, number)
+    return CallFacts(given, id, name, number)
 
 
 def _id(given: str, traits: Traits) -> str:
@@ -105,7 +105,7 @@ def _id(given: str, traits: Traits) -> str:
 
 
 def _linked_result(
-    message: Message, links: dict[str, Link], pending: Unanswered[Link], traits: Traits
+    message: Message, links: dict[str, CallFacts], pending: Unanswered[CallFacts], traits: Traits
 ) -> tuple[int, Message]:
     """Return a result's call number, and the result with the call's id and, unless it has a name, the call's name.
 

@@ -18,7 +18,7 @@ from ..generate import generate_step
 from ..grammar import Constraint
 from ..machine.stream import in_turns
 from ..pictures.rows import Picture, mark_ids
-from .answer import Part, Splitter, TextPart
+from .answer import AnswerPart, Splitter, TextPart
 from .batch_decoder import BatchDecoder, decode_alone
 from .continued import Continuation
 from .failures import dropped
@@ -61,7 +61,7 @@ class DecodeRequest:
     one_call: bool = False
     rules: TokenRules = NO_RULES
     continues: bool = False
-    follows: Callable[[list[Part]], list[int]] | None = None
+    follows: Callable[[list[AnswerPart]], list[int]] | None = None
     after_tool: bool = False
     adapter: str | None = None
     grammar: Constraint | None = None
@@ -108,19 +108,19 @@ class End(NamedTuple):
         return drafted, sum(stats.accepted) + stats.lookup_accepted + stats.grammar_accepted
 
 
-class Failed(NamedTuple):
+class RequestFailed(NamedTuple):
     """An event: the request failed, with this HTTP status."""
 
     status: int
     message: str
 
 
-class Interrupted(Exception):
+class JobInterrupted(Exception):
     """Thrown into the generator of `answer` or of a prefill to end it early."""
 
 
-Event = Begun | Prefilled | Part | End | Failed
-LOST = Failed(500, "the request failed; the server's log has the reason")
+Event = Begun | Prefilled | AnswerPart | End | RequestFailed
+LOST = RequestFailed(500, "the request failed; the server's log has the reason")
 
 
 @dataclass(eq=False)
@@ -138,7 +138,7 @@ class Job:
     deadline: float = float("inf")
     cancelled: bool = False
     begun: float = field(default_factory=time.monotonic)
-    parts: list[Part] = field(default_factory=list)
+    parts: list[AnswerPart] = field(default_factory=list)
     prefilling: bool = True
     finished: bool = False
     lost: bool = False
@@ -192,7 +192,7 @@ def with_adapter(served: Served, name: str | None) -> Served:
 def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[None, None, PromptCache | None]:
     """Generate one choice, yielding after each step of the prefill and each cycle; send events with `job.send`.
 
-    Return its prompt cache, also after an `Interrupted`, which sends no End; None if a batch could not copy it.
+    Return its prompt cache, also after an `JobInterrupted`, which sends no End; None if a batch could not copy it.
     Raises ValueError if the prompt and one token do not fit in memory, and any exception of decoding.
     crowded: returns whether other jobs run between the steps, so that measured times are invalid.
     """
@@ -201,7 +201,7 @@ def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[N
     max_tokens, cached = agreed_max_tokens(served, caches[0], request), caches[0].offset
     caches[0].name_pictures(request.pictures)
     job.send(Begun(cached))
-    with contextlib.suppress(Interrupted):
+    with contextlib.suppress(JobInterrupted):
         sent = cached
         for done in prefill(served, caches[0], request.prompt, request.turns, spare=served.tree.uncut_tail):
             if request.progress and done > sent:  # while a picture is encoded, `done` stays the same
@@ -380,7 +380,7 @@ def _splitter_for(served: Served, request: DecodeRequest) -> Splitter | FramedSp
     return FramedSplitter(served.frames, splitter, REASONING if request.thinking else begun)
 
 
-def _send(job: Job, parts: list[Part]) -> None:
+def _send(job: Job, parts: list[AnswerPart]) -> None:
     for part in parts:
         job.parts.append(part)
         job.send(part)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass
-class Limits:
+class JobLimits:
     """The maximum numbers of active and of queued jobs, with several models of all together.
 
     idle_unload: seconds without a job after which a model is unloaded, unless a request states others.

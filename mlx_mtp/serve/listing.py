@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from .._version import __version__
 from ..checkpoint.stored_template import default_template, stored_template
-from .catalog import Offer
+from .catalog import ModelFacts
 from .fields import Refused, text
 from .models import Models
 from .service import Service
@@ -82,8 +82,8 @@ async def model(request: Request) -> Response:
     return JSONResponse(_model(offer_of(service, name)))
 
 
-def offer_of(service: Service, name: str) -> Offer:
-    """Return the `Offer` of a model under this name. Refused: 404 for an unknown name, 503 before any is known."""
+def offer_of(service: Service, name: str) -> ModelFacts:
+    """Return the facts of the model of this name. Refused: 404 for an unknown name, 503 before any is known."""
     if service.models:
         return service.models.offer_of(name)
     service.ready().called({"model": name})
@@ -91,7 +91,7 @@ def offer_of(service: Service, name: str) -> Offer:
     return replace(next((offer for offer in offers if offer.name == name), offers[0]), name=name)
 
 
-def _model(offer: Offer) -> dict[str, Any]:
+def _model(offer: ModelFacts) -> dict[str, Any]:
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(offer.created))
     openai = {"id": offer.name, "object": "model", "created": offer.created, "owned_by": "mlx_mtp"}
     anthropic = {"type": "model", "display_name": offer.name, "created_at": created}
@@ -142,7 +142,7 @@ async def show(request: Request) -> Response:
     )
 
 
-def _in_use(offer: Offer, idle_unload: float, used: float) -> dict[str, Any]:
+def _in_use(offer: ModelFacts, idle_unload: float, used: float) -> dict[str, Any]:
     """Return the fields that only a loaded model has. used: time.monotonic() at which it was last in use.
 
     idle_unload: seconds from then on after which it is unloaded.
@@ -152,12 +152,12 @@ def _in_use(offer: Offer, idle_unload: float, used: float) -> dict[str, Any]:
     return {"expires_at": expires, "size_vram": offer.size, "context_length": offer.context}
 
 
-def _tag(offer: Offer) -> dict[str, Any]:
+def _tag(offer: ModelFacts) -> dict[str, Any]:
     names = {"name": offer.name, "model": offer.name, "size": offer.size, "digest": offer.digest}
     return {**names, **_time(offer), "details": _details(offer)}
 
 
-def _time(offer: Offer) -> dict[str, str]:
+def _time(offer: ModelFacts) -> dict[str, str]:
     return {"modified_at": _utc(offer.created)}
 
 
@@ -165,14 +165,14 @@ def _utc(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
-def _details(offer: Offer) -> dict[str, Any]:
+def _details(offer: ModelFacts) -> dict[str, Any]:
     """Return a model's family and formats; parameter_size is "", as packed weights do not show it."""
     family = {"family": offer.family, "families": [offer.family] if offer.family else []}
     kind = "gguf" if offer.path.suffix == ".gguf" else "safetensors"
     return {"parent_model": "", "format": kind, **family, "parameter_size": "", "quantization_level": offer.stored}
 
 
-def _template(service: Service, offer: Offer) -> str:
+def _template(service: Service, offer: ModelFacts) -> str:
     """Return a model's chat template, "" if it has none."""
     if service.models is None:
         return default_template(getattr(service.ready().tokenizer, "chat_template", None))

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from .answer import Part, ToolCall
+from .answer import AnswerPart, ToolCall
 from .api_request import (
     Answer,
     ApiRequest,
@@ -17,14 +17,14 @@ from .api_request import (
     new_id,
 )  # fmt: skip
 from .chat import functions_of, role_of, strict_names
-from .contents import ENCRYPTED, Contents, kind_of
+from .contents import ENCRYPTED, MessageContents, kind_of
 from .field_table import check_fields
 from .fields import ModelInfo, Refused, items, stops, text
 from .forms import Message, joined_contents
 from .history import parsed
-from .job import Begun, End, Failed
+from .job import Begun, End, RequestFailed
 from .output_format import output_of
-from .places import ANSWER, CALL, OTHER, UNKNOWN, USER, Place, entries_of
+from .places import ANSWER, CALL, OTHER, UNKNOWN, USER, RequestPlace, entries_of
 from .sampling_fields import most_tokens
 from .thinking import template_of
 from .tool_choice import ToolChoice, anthropic_choice
@@ -48,7 +48,7 @@ class MessagesRequest(ApiRequest):
     def __init__(self, body: dict[str, Any], info: ModelInfo):
         super().__init__(body, info)
         choice = _choice(body, self.warnings)
-        found = conversation_of(body, Contents(info, self.warnings))
+        found = conversation_of(body, MessageContents(info, self.warnings))
         most, ends = most_tokens(body, "max_tokens"), stops(body, "stop_sequences")
         more: dict[str, Any] = {"most": most, "stops": ends, "output": output_of(self.api, body)}
         self.requests = chat_decode_requests(self, info, body, found, choice, **more)
@@ -59,7 +59,7 @@ class MessagesRequest(ApiRequest):
         head = {**self._message([]), "usage": self._usage(begun.cached, 0)}
         yield data({"type": "message_start", "message": head})
 
-    def part(self, choice: int, part: Part) -> Iterable[str]:
+    def part(self, choice: int, part: AnswerPart) -> Iterable[str]:
         if not isinstance(part, ToolCall) and not part.text:
             return
         block = self._block(part)
@@ -80,7 +80,7 @@ class MessagesRequest(ApiRequest):
     def close(self) -> Iterable[str]:
         yield data({"type": "message_stop"})
 
-    def failed(self, failed: Failed) -> str:
+    def failed(self, failed: RequestFailed) -> str:
         return data(anthropic_error(failed.status, failed.message))
 
     def whole(self, answers: list[Answer]) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class MessagesRequest(ApiRequest):
             yield data({"type": "content_block_stop", "index": self._index})
         self._open = ""
 
-    def _block(self, part: Part) -> dict[str, Any]:
+    def _block(self, part: AnswerPart) -> dict[str, Any]:
         """Return a new block without content, of a part's type; a tool call gets the next id."""
         if isinstance(part, ToolCall):
             self._calls += 1
@@ -147,7 +147,7 @@ def count_tokens(body: dict[str, Any], info: ModelInfo) -> tuple[dict[str, int],
     info.adapter_of(body)
     warnings = check_fields("messages", body)
     tools = _choice(body, warnings).offered
-    messages = conversation_of(body, Contents(info, warnings), count=True)
+    messages = conversation_of(body, MessageContents(info, warnings), count=True)
     template, how = template_of(body, info, warnings), end_of_prompt(body, messages)
     _, prompt = fitting_prompt(info, body, messages, tools, template, warnings, turns=False, **how)
     return {"input_tokens": len(prompt.tokens)}, warnings
@@ -173,11 +173,11 @@ def _choice(body: dict[str, Any], warnings: list[str]) -> ToolChoice:
     return anthropic_choice(body, tools, strict_names(given))
 
 
-def conversation_of(body: dict[str, Any], contents: Contents, *, count: bool = False) -> list[Message]:
+def conversation_of(body: dict[str, Any], contents: MessageContents, *, count: bool = False) -> list[Message]:
     """Return a body's `system` and `messages` in OpenAI's form, with `Content`.
 
-    count: as in `Contents.settled`. Raises Refused for what is not read in `system` or in the newest message of the
-    user, and if there are only system messages, or none.
+    count: as in `MessageContents.settled`. Raises Refused for what is not read in `system` or in the newest message
+    of the user, and if there are only system messages, or none.
     """
     found: list[Message] = []
     if system := _system(body.get("system"), contents):
@@ -189,10 +189,10 @@ def conversation_of(body: dict[str, Any], contents: Contents, *, count: bool = F
     return contents.settled(found, count=count)
 
 
-def _system(given: Any, contents: Contents) -> str:
+def _system(given: Any, contents: MessageContents) -> str:
     if given is None or isinstance(given, str):
         return given or ""
-    place = Place("system", new=True)
+    place = RequestPlace("system", new=True)
     blocks = contents.blocks(given, place)
     texts = [joined_contents(contents.part(each, place.at(i), sees=False)) for i, each in enumerate(blocks)]
     return "\n".join(each for each in map(str, texts) if not each.startswith(BILLING))
@@ -205,7 +205,7 @@ def _side(message: Any) -> str:
     return CALL if called else found
 
 
-def _messages(message: Any, place: Place, contents: Contents) -> list[Message]:
+def _messages(message: Any, place: RequestPlace, contents: MessageContents) -> list[Message]:
     """Return a message as messages in OpenAI's form: one per tool result, then one of all its other blocks.
 
     The last one is left out if there are results and it would have neither text, pictures nor calls.
@@ -236,6 +236,6 @@ def _is_encrypted(block: dict[str, Any]) -> bool:
     return not block.get("thinking") and bool(block.get("signature"))
 
 
-def _tool_result(block: dict[str, Any], place: Place, contents: Contents) -> Message:
+def _tool_result(block: dict[str, Any], place: RequestPlace, contents: MessageContents) -> Message:
     content = contents.result(block.get("content"), place.at("content"))
     return {"role": "tool", "tool_call_id": contents.word(block, "tool_use_id", place), "content": content}

@@ -17,13 +17,13 @@ from ..machine.errors import first_line, with_type, without_directories
 from ..machine.memory import in_gb
 from ..machine.progress import watcher
 from ..machine.stream import in_turn
-from .catalog import Offer
+from .catalog import ModelFacts
 from .engine import ENDING, TIMED_OUT, Engine
 from .failures import QUIET, dropped, log, printable, take_turns
 from .fields import LATEST, ModelInfo, Refused, text, unknown_model
-from .job import Failed, Job, Served
-from .limits import Limits, QueueFull
-from .slot import Ready, Slot, Ticket
+from .job import Job, RequestFailed, Served
+from .limits import JobLimits, QueueFull
+from .slot import ModelSlot, Ready, Ticket
 
 NOT_RUN = "it is code of the checkpoint, which this server does not run"
 
@@ -44,24 +44,24 @@ class Models:
     state: "loading" until the models are listed, then "ready"; "failed" if the exception `error` ended the thread.
     """
 
-    find: Callable[[], list[Offer]]
-    load: Callable[[Offer], Ready]
-    limits: Limits = field(default_factory=Limits)
+    find: Callable[[], list[ModelFacts]]
+    load: Callable[[ModelFacts], Ready]
+    limits: JobLimits = field(default_factory=JobLimits)
     ready: Callable[[], None] = lambda: None
     store: Callable[[Served], None] = lambda served: None
     most: int | None = None
     aliases: tuple[str, ...] = ()
     state: str = "loading"
     error: BaseException | None = None
-    slots: dict[str, Slot] = field(default_factory=dict)
-    skipped: list[Offer] = field(default_factory=list)
+    slots: dict[str, ModelSlot] = field(default_factory=dict)
+    skipped: list[ModelFacts] = field(default_factory=list)
 
     def __post_init__(self):
         self.signal, self.lock = threading.Event(), threading.Lock()
         self._tickets: list[Ticket] = []
-        self._claimed: set[Slot] = set()  # get no new requests: they are unloaded once their answers have ended
-        self.loading: Slot | None = None  # the model that is being loaded
-        self._loaded: list[tuple[Slot, Ready | Failed]] = []  # results of the loading thread
+        self._claimed: set[ModelSlot] = set()  # get no new requests: they are unloaded once their answers have ended
+        self.loading: ModelSlot | None = None  # the model that is being loaded
+        self._loaded: list[tuple[ModelSlot, Ready | RequestFailed]] = []  # results of the loading thread
         self._stopping: float | None = None
         self.limit = memory.available().bytes + mx.get_active_memory() if self.most is None else self.most
         self.thread = threading.Thread(target=self._run, name="mlx-mtp engine", daemon=True)
@@ -72,7 +72,7 @@ class Models:
         return [slot.engine for slot in self._ready]
 
     @property
-    def _ready(self) -> list[Slot]:
+    def _ready(self) -> list[ModelSlot]:
         return [slot for slot in [*self.slots.values()] if slot.ready]
 
     @property
@@ -85,7 +85,7 @@ class Models:
         """Number of requests that wait for a model, and of jobs that were submitted and have not begun."""
         return len(self._tickets) + sum(engine.queued for engine in self.engines)
 
-    def named(self, body: dict[str, Any]) -> Slot:
+    def named(self, body: dict[str, Any]) -> ModelSlot:
         """Return the slot of the model that a request names in `model`, by default of the first model.
 
         Raises Refused: 503 before the models are listed, 404 for an unknown name, 400 for a value that is no text.
@@ -109,8 +109,8 @@ class Models:
         """The names that requests may use: those of the models, then the aliases of the first one without "*"."""
         return [*self.slots, *(alias for alias in self.aliases if alias != "*")]
 
-    def offer_of(self, name: str) -> Offer:
-        """Return the `Offer` of a model under one of `names`; if it is loaded, with the context of the load.
+    def offer_of(self, name: str) -> ModelFacts:
+        """Return the `ModelFacts` of a model under one of `names`; if it is loaded, with the context of the load.
 
         Raises Refused as `named` does.
         """
@@ -118,7 +118,7 @@ class Models:
         context = slot.ready.info.positions if slot.ready else slot.offer.context
         return replace(slot.offer, name=name, context=context)
 
-    async def take(self, slot: Slot, until: float) -> ModelInfo:
+    async def take(self, slot: ModelSlot, until: float) -> ModelInfo:
         """Return a model's facts for requests, once it is loaded; it stays loaded until the caller calls `give_back`.
 
         Raises Refused if the model cannot be loaded, if it is not loaded at `until` (of time.monotonic()), and if the
@@ -129,7 +129,7 @@ class Models:
             needs += "what was available at the server's start)"
             raise Refused(f"model={slot.offer.name!r} {needs}; choose a smaller model", param="model")
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[Failed | None] = loop.create_future()
+        done: asyncio.Future[RequestFailed | None] = loop.create_future()
         ticket = Ticket(slot, partial(_answer, loop, done))
         with self.lock:
             if self._stopping is not None or self.queued >= self.limits.queued:
@@ -158,7 +158,7 @@ class Models:
             ticket.slot.pins -= ticket.granted
         self.signal.set()
 
-    def give_back(self, slot: Slot) -> None:
+    def give_back(self, slot: ModelSlot) -> None:
         """End the use of a model that `take` has granted; its queued and active jobs keep it loaded."""
         with self.lock:
             slot.pins -= 1
@@ -211,7 +211,7 @@ class Models:
         for offer in offers:
             if not offer.problem:
                 engine = Engine(unused, self.limits, store=self.store, state="unloaded", signal=self.signal)
-                slots[offer.name] = Slot(offer, engine)
+                slots[offer.name] = ModelSlot(offer, engine)
         if not slots:
             problems = "; ".join(offer.problem for offer in offers)
             raise ValueError(f"no model can be served: {problems or 'none was found'}")
@@ -258,7 +258,7 @@ class Models:
             name = f"mlx-mtp load of {target.offer.name}"
             threading.Thread(target=self._load, args=(target,), name=name, daemon=True).start()
 
-    def _resolve(self, tickets: list[Ticket], failed: Failed | None) -> None:
+    def _resolve(self, tickets: list[Ticket], failed: RequestFailed | None) -> None:
         """Remove requests from the queue: grant them their model, or send a failure. The caller holds the lock."""
         for ticket in tickets:
             self._tickets.remove(ticket)
@@ -269,7 +269,7 @@ class Models:
             with contextlib.suppress(RuntimeError):  # the event loop has ended, and with it the connection
                 ticket.resolve(failed)
 
-    def _make_room(self, target: Slot) -> bool:
+    def _make_room(self, target: ModelSlot) -> bool:
         """Unload models without requests, the least recently used first, until `target` fits.
 
         Return True if it fits, or if no other model is loaded. If these models do not suffice, return False and claim
@@ -290,12 +290,12 @@ class Models:
                 lacking -= slot.nbytes
         return False
 
-    def _lacking(self, target: Slot) -> int:
+    def _lacking(self, target: ModelSlot) -> int:
         """Return the bytes that a load lacks within the limit and the memory available now; 0 or less if it fits."""
         lacking = target.offer.needed - (self.limit - mx.get_active_memory())
         return lacking if lacking > 0 else target.offer.needed - memory.available().bytes
 
-    def _unload(self, slot: Slot) -> None:
+    def _unload(self, slot: ModelSlot) -> None:
         """Unload a model, unless a request has been granted it or its engine has jobs."""
         with self.lock:
             if slot.is_busy:
@@ -304,7 +304,7 @@ class Models:
         slot.engine.unload()
         log.info("%s: unloaded; %s GB are in use", slot.offer.name, in_gb(mx.get_active_memory()))
 
-    def _load(self, slot: Slot) -> None:
+    def _load(self, slot: ModelSlot) -> None:
         """Load a model, on a thread of its own; `_end_load` receives the result.
 
         Of an exception only the text is kept: its traceback would keep the weights that were read.
@@ -312,14 +312,14 @@ class Models:
         watcher.set(slot.show)
         try:
             with in_turn():
-                found: Ready | Failed = self.load(slot.offer)
+                found: Ready | RequestFailed = self.load(slot.offer)
         except BaseException as e:
             reason = first_line(e) if isinstance(e, ValueError) else with_type(e)
             with dropped("an error has no text"):
                 line = printable(f"{slot.offer.name} was not loaded: {reason}")
                 log.error("%s", line, exc_info=None if isinstance(e, ValueError) else e)
             reason = without_directories(reason.replace(UNTRUSTED, NOT_RUN), slot.offer.path.parent)
-            found = Failed(503, f"model={slot.offer.name!r} cannot be loaded: {reason}")
+            found = RequestFailed(503, f"model={slot.offer.name!r} cannot be loaded: {reason}")
         self._loaded.append((slot, found))
         self.signal.set()
 
@@ -359,6 +359,6 @@ class Models:
             self.signal.clear()
 
 
-def _answer(loop: asyncio.AbstractEventLoop, done: asyncio.Future, failed: Failed | None) -> None:
+def _answer(loop: asyncio.AbstractEventLoop, done: asyncio.Future, failed: RequestFailed | None) -> None:
     """Set the result of a future of another thread's event loop, unless the future is done."""
     loop.call_soon_threadsafe(lambda: done.done() or done.set_result(failed))

@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
 
-from .answer import Part, TextPart, ToolCall, calls_of, text_of
+from .answer import AnswerPart, TextPart, ToolCall, calls_of, text_of
 from .api_request import Answer, ApiRequest, chat_decode_requests
 from .chat import functions_of, messages_of
-from .contents import Contents
+from .contents import MessageContents
 from .fields import ModelInfo, Refused, boolean, items, stops, text
 from .forms import Message
 from .history import parsed
-from .job import Begun, DecodeRequest, End, Failed
+from .job import Begun, DecodeRequest, End, RequestFailed
 from .ollama_fields import CHAT, GENERATE, as_openai, chat_messages, generate_messages, idle_seconds, most_predicted
 from .output_format import output_of
 from .sampling_fields import decode_requests, text_prompt
@@ -48,7 +48,7 @@ class OllamaRequest(ApiRequest):
         """
         raise NotImplementedError
 
-    def piece(self, part: Part) -> dict[str, Any]:
+    def piece(self, part: AnswerPart) -> dict[str, Any]:
         """Return the fields that one part of the answer adds to a line of the stream."""
         raise NotImplementedError
 
@@ -66,7 +66,7 @@ class OllamaRequest(ApiRequest):
     def begin(self, begun: Begun) -> Iterable[str]:
         return ()
 
-    def part(self, choice: int, part: Part) -> Iterable[str]:
+    def part(self, choice: int, part: AnswerPart) -> Iterable[str]:
         yield self._line(self.piece(part), done=False)
 
     def finish(self, choice: int, end: End) -> Iterable[str]:
@@ -75,7 +75,7 @@ class OllamaRequest(ApiRequest):
     def close(self) -> Iterable[str]:
         return ()
 
-    def failed(self, failed: Failed) -> str:
+    def failed(self, failed: RequestFailed) -> str:
         return json.dumps(ollama_error(failed.message)) + "\n"
 
     def whole(self, answers: list[Answer]) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class OllamaRequest(ApiRequest):
         ((parts, end),) = answers
         return self._body(self.answer(parts), done=True, **self._figures(end))
 
-    def answer(self, parts: list[Part]) -> dict[str, Any]:
+    def answer(self, parts: list[AnswerPart]) -> dict[str, Any]:
         """Return the fields that a whole answer adds to a response that is not streamed."""
         raise NotImplementedError
 
@@ -131,19 +131,19 @@ class OllamaChat(OllamaRequest):
     known = CHAT
 
     def decode_requests(self, body: dict[str, Any], given: dict[str, Any], info: ModelInfo) -> list[DecodeRequest]:
-        contents, messages = Contents(info, self.warnings), chat_messages(body)
+        contents, messages = MessageContents(info, self.warnings), chat_messages(body)
         found = contents.settled(messages_of({"messages": messages}, contents))
         return self.chat_requests(info, body, given, found) if messages else []
 
-    def piece(self, part: Part) -> dict[str, Any]:
+    def piece(self, part: AnswerPart) -> dict[str, Any]:
         return {"message": {"role": "assistant", **self._content(part)}}
 
-    def _content(self, part: Part) -> dict[str, Any]:
+    def _content(self, part: AnswerPart) -> dict[str, Any]:
         if isinstance(part, ToolCall):
             return {"content": "", "tool_calls": [self.call(part)]}
         return {"content": "", "thinking": part.text} if part.reasoning else {"content": part.text}
 
-    def answer(self, parts: list[Part]) -> dict[str, Any]:
+    def answer(self, parts: list[AnswerPart]) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": text_of(parts)}
         if thinking := text_of(parts, reasoning=True):
             message["thinking"] = thinking
@@ -161,7 +161,7 @@ class OllamaGenerate(OllamaRequest):
         if not (prompt := text(body, "prompt")) and not body.get("images"):
             return []
         if not boolean(body, "raw"):
-            contents = Contents(info, self.warnings)
+            contents = MessageContents(info, self.warnings)
             messages = contents.settled(generate_messages(body, contents))
             return self.chat_requests(info, {**body, "tools": None}, given, messages)
         if body.get("images"):
@@ -173,11 +173,11 @@ class OllamaGenerate(OllamaRequest):
         tokens = text_prompt(info, prompt, given)
         return decode_requests(info, tokens, given, most=most_predicted(body), stops=stops(given, "stop"), **more)
 
-    def piece(self, part: Part) -> dict[str, Any]:
+    def piece(self, part: AnswerPart) -> dict[str, Any]:
         assert isinstance(part, TextPart)
         return {"response": "", "thinking": part.text} if part.reasoning else {"response": part.text}
 
-    def answer(self, parts: list[Part]) -> dict[str, Any]:
+    def answer(self, parts: list[AnswerPart]) -> dict[str, Any]:
         thinking = text_of(parts, reasoning=True)
         return {"response": text_of(parts), **({"thinking": thinking} if thinking else {})}
 

@@ -4,12 +4,12 @@ import re
 from typing import Any
 
 from .chat import message_of_chat
-from .contents import Contents
+from .contents import MessageContents
 from .field_table import unknown_names
 from .fields import Refused, check_size, field_of, fields_of, shown, text
 from .forms import Message
 from .output_format import GUIDED
-from .places import Place
+from .places import RequestPlace
 from .sampling_fields import LARGE
 
 FIELDS = ("model", "format", "options", "stream", "think", "keep_alive", *GUIDED, "structured_outputs")
@@ -100,11 +100,11 @@ def _named(result: dict[str, Any]) -> dict[str, Any]:
     return {**result, "name": name, "tool_name": name if isinstance(name, str) else None}
 
 
-def generate_messages(body: dict[str, Any], contents: Contents) -> list[Message]:
+def generate_messages(body: dict[str, Any], contents: MessageContents) -> list[Message]:
     """Return the messages of `/api/generate` for the chat template: `system`, unless it is empty, and `prompt`.
 
     The user message of the prompt has the pictures in `images`. Raises Refused for fields of another type.
     """
     system, given = text(body, "system"), {"content": text(body, "prompt"), "images": body.get("images")}
-    question = message_of_chat({"role": "user", **given}, Place("", new=True), contents)
+    question = message_of_chat({"role": "user", **given}, RequestPlace("", new=True), contents)
     return [*([{"role": "system", "content": system}] if system else []), question]

@@ -9,7 +9,7 @@ from ..grammar import Grammar
 from ..grammar.forms import SEPARATORS, json_schema, lark, parsed, regex
 from ..grammar.vocabulary import Kept
 from .fields import Refused, field_of, fields_of
-from .structured import Output, check_schema, check_text, compiled_within
+from .structured import RequiredOutput, check_schema, check_text, compiled_within
 
 OBJECT = {"type": "object"}
 MAX_CHOICES = 1000  # of guided_choice
@@ -26,8 +26,8 @@ TEXT_KINDS = ("regex", "grammar")
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_grammar": "grammar", "guided_choice": "choice"}
 
 
-def output_of(api: str, body: dict[str, Any]) -> Output | None:
-    """Return the grammar that a request's fields require of its answer, as an `Output`; None for free text.
+def output_of(api: str, body: dict[str, Any]) -> RequiredOutput | None:
+    """Return the grammar that a request's fields require of its answer, as an `RequiredOutput`; None for free text.
 
     api: "ollama", or one of `field_table.APIS`. Raises Refused, naming the field, for an unknown format, for more
     than one field that requires a grammar, and for a grammar that cannot be enforced.
@@ -124,7 +124,7 @@ def _guided(body: dict[str, Any]) -> list[Wanted]:
     return found
 
 
-def _output(name: str, key: str, value: Any, whitespace: Any) -> Output:
+def _output(name: str, key: str, value: Any, whitespace: Any) -> RequiredOutput:
     """Return the grammar of a field's value, cached in GRAMMARS. name: the field's path. key: of MADE.
 
     whitespace: as in `grammar.forms.json_schema`. Raises Refused, naming the field, for a value of another type than
@@ -144,7 +144,7 @@ def _output(name: str, key: str, value: Any, whitespace: Any) -> Output:
     except ValueError as e:
         reason = str(e) if str(e).startswith("json_schema") else f": {e}"
         raise Refused(f"{name}{reason.removeprefix('json_schema')}", param=param) from e
-    return Output(grammar, name, param)
+    return RequiredOutput(grammar, name, param)
 
 
 def _made(key: str, value: Any, whitespace: Any) -> Grammar:

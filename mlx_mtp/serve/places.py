@@ -15,7 +15,7 @@ USER, ANSWER, CALL, UNKNOWN, OTHER = "user", "answer", "call", "unknown", "other
 SURROGATES = re.compile("[\ud800-\udfff]")  # in Python's texts always lone ones
 
 
-class Place(NamedTuple):
+class RequestPlace(NamedTuple):
     """A place in a request.
 
     path: such as `messages[3].content[1]`. new: whether it is in the newest message of the user. There, what is not
@@ -25,12 +25,12 @@ class Place(NamedTuple):
     path: str
     new: bool = False
 
-    def at(self, name: str | int) -> "Place":
+    def at(self, name: str | int) -> "RequestPlace":
         """Return the place of a member or an item of the value here."""
         step = f"[{name}]" if isinstance(name, int) else f".{name}" if self.path else name
         return self._replace(path=self.path + step)
 
-    def past(self) -> "Place":
+    def past(self) -> "RequestPlace":
         """Return this place as one of an earlier message."""
         return self._replace(new=False)
 
@@ -39,7 +39,7 @@ class Place(NamedTuple):
         return Refused(f"{self.path}: {problem}", param=self.path.partition(".")[0].partition("[")[0])
 
 
-def entries_of(body: dict[str, Any], name: str, side_of: Callable[[Any], str]) -> Iterator[tuple[Any, Place]]:
+def entries_of(body: dict[str, Any], name: str, side_of: Callable[[Any], str]) -> Iterator[tuple[Any, RequestPlace]]:
     """Yield the entries of a conversation, the list in the field `name`, each with its place.
 
     side_of: returns one of the constants above for an entry. Lone surrogates in an earlier entry become "?". Raises
@@ -50,7 +50,7 @@ def entries_of(body: dict[str, Any], name: str, side_of: Callable[[Any], str]) -
     newest = newest_of([side_of(each) for each in given])
     for i, each in enumerate(given):
         check_client()
-        place = Place(f"{name}[{i}]", i == newest)
+        place = RequestPlace(f"{name}[{i}]", i == newest)
         yield _encodable(each, place), place
 
 
@@ -71,7 +71,7 @@ def newest_of(sides: list[str]) -> int | None:
     return None if ANSWER in after or CALL in after else newest
 
 
-def _encodable(entry: Any, place: Place) -> Any:
+def _encodable(entry: Any, place: RequestPlace) -> Any:
     """Return an entry or a part in which lone surrogates are "?"; Refused for those of the user's newest message."""
     if not _has_surrogates(entry):
         return entry

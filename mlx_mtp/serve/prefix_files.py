@@ -13,7 +13,16 @@ from ..decoding.graph_memory import shaped
 from ..machine import atomic
 from ..machine.errors import first_line
 from ..machine.memory import check_room
-from .chunk_file import FOREIGN, Chunk, ChunkReader, Stored, bytes_needed, read_stored, resumable_path, write_chunks
+from .chunk_file import (
+    FOREIGN,
+    Chunk,
+    ChunkReader,
+    PrefixHeader,
+    bytes_needed,
+    read_stored,
+    resumable_path,
+    write_chunks,
+)
 from .failures import log
 from .prefixes import PrefixTree
 
@@ -36,7 +45,7 @@ class PrefixFiles:
 
     def __init__(self, directory: Path, limit: int):
         self.directory, self.limit = directory, limit
-        self.known: dict[Path, Stored] = {}
+        self.known: dict[Path, PrefixHeader] = {}
         self._writing: Iterator[int] | None = None
         directory.mkdir(parents=True, exist_ok=True)
         for file in self._unfinished():
@@ -144,7 +153,7 @@ class PrefixFiles:
         with contextlib.suppress(OSError):
             file.touch()
 
-    def _usable(self, tree: PrefixTree) -> list[tuple[Path, Stored]]:
+    def _usable(self, tree: PrefixTree) -> list[tuple[Path, PrefixHeader]]:
         """List the files, with their headers, whose rows the tree can use: those of its identity."""
         known = [(file, own) for file, own in self.known.items() if own is not FOREIGN]
         return [(file, own) for file, own in known if own.identity == tree.identity]

@@ -12,7 +12,15 @@ from ..checkpoint.chat_template import parts_with_pictures, render
 from ..pictures.rows import Picture, place, row_of
 from .continued import after_prompt, begun_answer, is_begun, is_marked, render_begun, with_mark
 from .departure import check_client
-from .forms import Change, Conversation, Message, changed, forms, with_calls_after_content, with_calls_as_text
+from .forms import (
+    Conversation,
+    ConversationChange,
+    Message,
+    changed,
+    forms,
+    with_calls_after_content,
+    with_calls_as_text,
+)
 from .history import IN_ASCII, PLACEHOLDER, linked, placeholders, restored, with_arguments
 from .template_traits import REASONING_FIELDS, Traits, traits_of
 
@@ -26,7 +34,7 @@ PIECE = 1 << 14  # characters that are tokenized at once; tokenizers need up to 
 EXCESS, CUT = 1.25, 4  # pieces may have more tokens than the whole text: by this factor, and by CUT at each cut
 
 
-class Prompt(NamedTuple):
+class EncodedPrompt(NamedTuple):
     """A prompt's token ids; rows of its pictures are negative. pictures: in the prompt's order.
 
     turns: indices in `tokens` at which the contents of the first and the last user message start, as `_turns` yields
@@ -77,7 +85,7 @@ class Rendered(NamedTuple):
     whole: bool
 
 
-class Chat(NamedTuple):
+class ChatTemplate(NamedTuple):
     """A tokenizer's chat template with its traits. positions: as in `encode_chat`."""
 
     tokenizer: Any
@@ -136,16 +144,16 @@ def encode_chat(
     answers: bool = True,
     continues: bool = True,
     positions: int | None = None,
-) -> Prompt:
-    """Return a conversation, rendered with the chat template, as a `Prompt`; special tokens in messages stay text.
+) -> EncodedPrompt:
+    """Return a conversation, rendered with the chat template, as tokens; special tokens in messages stay text.
 
-    options: variables of the template. turns: also return `Prompt.turns`. answers: end with the generation prompt.
-    continues: with `answers`, a last message of the assistant is an unfinished answer; the prompt ends within it.
-    positions: of the context; None: any length is encoded.
+    options: variables of the template. turns: also return `EncodedPrompt.turns`. answers: end with the generation
+    prompt. continues: with `answers`, a last message of the assistant is an unfinished answer; the prompt ends within
+    it. positions: of the context; None: any length is encoded.
     Raises ValueError, with the template's last reason, if the template refuses all equivalent forms, and unless it
     writes a mark for each picture; TooLong, as `check_length`; and ClientDisconnect, as `check_client`.
     """
-    chat = Chat(tokenizer, marks, traits_of(tokenizer), positions)
+    chat = ChatTemplate(tokenizer, marks, traits_of(tokenizer), positions)
     chat.check_contents(messages)
     prompting, closed = ({**options, "add_generation_prompt": each} for each in (True, False))
     if not (answers and continues and is_begun(messages)):
@@ -159,7 +167,9 @@ def encode_chat(
     return prompt._replace(tokens=prompt.tokens + chat.encode(after_prompt(tokenizer, prompt.tokens, *texts)))
 
 
-def _encode_chat(chat: Chat, conversation: Conversation, options: dict[str, Any], *, turns: bool) -> Prompt:
+def _encode_chat(
+    chat: ChatTemplate, conversation: Conversation, options: dict[str, Any], *, turns: bool
+) -> EncodedPrompt:
     """Encode the first form of a conversation that the template renders whole, otherwise the first it renders.
 
     Raises ValueError if it renders none, and unless it writes a mark for each picture.
@@ -186,13 +196,17 @@ def _encode_chat(chat: Chat, conversation: Conversation, options: dict[str, Any]
     starts, mark = _turns(chat.tokenizer, found, tokens) if turns else (), chat.marks.picture
     if mark is None:
         assert not pictures
-        return Prompt(tokens, tuple(starts))
+        return EncodedPrompt(tokens, tuple(starts))
     starts = [row_of(start, tokens, pictures, mark) for start in starts]
-    return Prompt(place(tokens, pictures, mark), tuple(starts), tuple(pictures))
+    return EncodedPrompt(place(tokens, pictures, mark), tuple(starts), tuple(pictures))
 
 
 def _with_fewest_changes(
-    chat: Chat, conversation: Conversation, changes: tuple[Change, ...], found: Rendered, options: dict[str, Any]
+    chat: ChatTemplate,
+    conversation: Conversation,
+    changes: tuple[ConversationChange, ...],
+    found: Rendered,
+    options: dict[str, Any],
 ) -> Rendered:
     """Return `found` without the changes that it does not need, so that later prompts start with the same tokens."""
     for change in changes if len(changes) > 1 else ():
@@ -207,7 +221,7 @@ def _with_fewest_changes(
     return found
 
 
-def _with_contents(chat: Chat, rendered: Rendered, options: dict[str, Any]) -> Rendered:
+def _with_contents(chat: ChatTemplate, rendered: Rendered, options: dict[str, Any]) -> Rendered:
     """Return `rendered`, with content split from calls if the template prints it only in a message of its own."""
     contents = [_content(message) for message in rendered.messages if message.get("tool_calls")]
     if not all(content in rendered.text for content in contents):

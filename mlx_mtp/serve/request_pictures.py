@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from ..pictures.decoded import DecodedFiles
 from ..pictures.header import stated_head
-from ..pictures.image import Limits, from_base64, from_data_url
+from ..pictures.image import PictureLimits, from_base64, from_data_url
 from ..pictures.rows import Picture
 from .fetch import SECONDS, fetched
 from .fields import ModelInfo, Refused
-from .places import Place
+from .places import RequestPlace
 from .preparation import check_client
 
 MOST_PICTURES = 20  # of a request
@@ -22,13 +22,13 @@ TOO_LONG = "the pictures of the conversation are longer than the model's context
 LOW = 512 * 512  # maximum pixels of a picture of detail "low", which is shrunk to them
 DETAILS = ("auto", "high", "low", "original")
 FILES = DecodedFiles()  # a client sends the pictures of a conversation again with each request
-LIMITS = Limits(pixels=25_000_000, costly=16_000_000)  # decoding needs 0.25 GB: 10 bytes per pixel, or 16
+LIMITS = PictureLimits(pixels=25_000_000, costly=16_000_000)  # decoding needs 0.25 GB: 10 bytes per pixel, or 16
 MOST_PIXELS = 300_000_000  # of all pictures of a request that are to be decoded
 DECODING = threading.BoundedSemaphore(2)  # pictures decoded at once
 TURN = 0.2  # seconds of waiting for DECODING between two checks
 
 
-class Source(NamedTuple):
+class SentPicture(NamedTuple):
     """A picture as a client sent it, and `part`, the part of a message that it becomes.
 
     number: of the picture in the request, from 1 on. data: base64, or a URL if `is_url`. place: in the request. most:
@@ -40,10 +40,10 @@ class Source(NamedTuple):
     data: str
     is_url: bool
     most: int | None
-    place: Place
+    place: RequestPlace
 
 
-LeftOut = list[tuple[Source, str]]  # pictures of earlier messages that are not read, each with the reason
+LeftOut = list[tuple[SentPicture, str]]  # pictures of earlier messages that are not read, each with the reason
 
 
 class RequestPictures:
@@ -53,10 +53,10 @@ class RequestPictures:
     """
 
     def __init__(self, info: ModelInfo | None = None):
-        self._info, self._sources, self._left = info, list[Source](), LeftOut()
+        self._info, self._sources, self._left = info, list[SentPicture](), LeftOut()
         self.readable = info is not None and info.vision is not None
 
-    def add(self, given: dict[str, Any], place: Place) -> dict[str, Any]:
+    def add(self, given: dict[str, Any], place: RequestPlace) -> dict[str, Any]:
         """Return {"type": "image"} for the part of a picture in any API; `open` or `count` adds "picture" to it.
 
         Raises ValueError for an invalid part, and for more than MOST_PICTURES in the newest message of the user.
@@ -64,7 +64,7 @@ class RequestPictures:
         if place.new and sum(source.place.new for source in self._sources) == MOST_PICTURES:
             raise ValueError(f"more than {MOST_PICTURES} pictures in a request; send fewer")
         part, (data, is_url, detail) = {"type": "image"}, _given(given)
-        self._sources.append(Source(self.number, part, data, is_url, LOW if detail == "low" else None, place))
+        self._sources.append(SentPicture(self.number, part, data, is_url, LOW if detail == "low" else None, place))
         return part
 
     @property
@@ -98,7 +98,7 @@ class RequestPictures:
             source.part["picture"] = self._counted(source, file)
         return self._left
 
-    def _files(self) -> list[tuple[Source, bytes]]:
+    def _files(self) -> list[tuple[SentPicture, bytes]]:
         """Return the files of the pictures that are read, and have a valid header; the oldest of too many are not."""
         past, excess = (
             [source for source in self._sources if not source.place.new],
@@ -106,7 +106,7 @@ class RequestPictures:
         )
         self._left = [(source, TOO_MANY) for source in past[: max(0, -(-excess // BLOCK) * BLOCK)]]
         oldest, until = {source.number for source, _ in self._left}, time.monotonic() + SECONDS
-        found = list[tuple[Source, bytes]]()
+        found = list[tuple[SentPicture, bytes]]()
         for source in self._sources:
             if source.number not in oldest:
                 with self._refusing(source):
@@ -115,7 +115,7 @@ class RequestPictures:
                     found.append((source, file))
         return found
 
-    def _fitting(self, files: list[tuple[Source, bytes]]) -> list[tuple[Source, bytes]]:
+    def _fitting(self, files: list[tuple[SentPicture, bytes]]) -> list[tuple[SentPicture, bytes]]:
         """Return `files` without the oldest earlier ones that the context has no room for. May raise Refused."""
         if not files:
             return files
@@ -131,7 +131,7 @@ class RequestPictures:
             files = [each for each in files if each[0].number not in dropped]
         return files
 
-    def _file(self, source: Source, until: float) -> bytes:
+    def _file(self, source: SentPicture, until: float) -> bytes:
         """Return the bytes of a picture's file. until: time.monotonic() at which a fetch ends. Raises ValueError."""
         if not source.is_url and source.data.lstrip()[:5].lower() != "data:":
             return from_base64(source.data)
@@ -140,16 +140,16 @@ class RequestPictures:
             return fetched(source.data, self._info.fetch, LIMITS.nbytes, until)
         return from_data_url(source.data)
 
-    def _counted(self, source: Source, file: bytes) -> Picture:
+    def _counted(self, source: SentPicture, file: bytes) -> Picture:
         """Return a `Picture` without digest, of the size that a picture's file states. May raise ValueError."""
         assert self._info
         head = stated_head(file)
         LIMITS.check(head.height, head.width, head.format)
         return Picture(b"", self._info.vision.grid(head.height, head.width, most=source.most))
 
-    def _affordable(self, files: list[tuple[Source, bytes]]) -> list[tuple[Source, bytes]]:
+    def _affordable(self, files: list[tuple[SentPicture, bytes]]) -> list[tuple[SentPicture, bytes]]:
         """Return `files` without earlier ones beyond MOST_PIXELS to be decoded; the newest count first."""
-        found, left = list[tuple[Source, bytes]](), MOST_PIXELS
+        found, left = list[tuple[SentPicture, bytes]](), MOST_PIXELS
         for source, file in reversed(files):
             with self._refusing(source):
                 if not FILES.known(file):
@@ -162,7 +162,7 @@ class RequestPictures:
         return found[::-1]
 
     @contextmanager
-    def _refusing(self, source: Source) -> Iterator[None]:
+    def _refusing(self, source: SentPicture) -> Iterator[None]:
         """Catch a ValueError of the block: leave out the picture, or raise Refused for one of the newest message."""
         try:
             yield

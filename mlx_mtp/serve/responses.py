@@ -5,15 +5,15 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from .answer import Part, ToolCall
+from .answer import AnswerPart, ToolCall
 from .api_request import Answer, ApiRequest, chat_decode_requests, data, figures, function_call, new_id, openai_error
 from .chat import functions_of, message_of_chat, side_of, strict_names
-from .contents import ENCRYPTED, Contents, kind_of
+from .contents import ENCRYPTED, MessageContents, kind_of
 from .fields import ModelInfo, Refused, items, stops, text
 from .forms import Message, joined
-from .job import Begun, End, Failed
+from .job import Begun, End, RequestFailed
 from .output_format import output_of
-from .places import ANSWER, CALL, OTHER, UNKNOWN, Place, entries_of
+from .places import ANSWER, CALL, OTHER, UNKNOWN, RequestPlace, entries_of
 from .sampling_fields import most_tokens
 from .tool_calls.schema import dumps
 from .tool_choice import openai_choice
@@ -43,7 +43,7 @@ class ResponsesRequest(ApiRequest):
         choice = openai_choice(body, [_tool(tool) for tool in functions], strict_names(functions))
         most, ends = most_tokens(body, "max_output_tokens", "max_tokens"), stops(body, "stop")
         more: dict[str, Any] = {"most": most, "stops": ends, "output": output_of(self.api, body)}
-        found = conversation_of(body, Contents(info, self.warnings))
+        found = conversation_of(body, MessageContents(info, self.warnings))
         self.requests = chat_decode_requests(self, info, body, found, choice, **more)
         self._body = {name: each for name, each in body.items() if name != "input"}  # which may be large
         self._id, self._created = new_id("resp_"), int(time.time())
@@ -54,7 +54,7 @@ class ResponsesRequest(ApiRequest):
         yield self._event("response.created", response=self._response("in_progress"))
         yield self._event("response.in_progress", response=self._response("in_progress"))
 
-    def part(self, choice: int, part: Part) -> Iterable[str]:
+    def part(self, choice: int, part: AnswerPart) -> Iterable[str]:
         if isinstance(part, ToolCall):
             yield from self._close_item()
             item = self._call_item(part)
@@ -84,7 +84,7 @@ class ResponsesRequest(ApiRequest):
         # Also sent after an answer that was cut, because OpenAI's client waits for this event only.
         yield self._event("response.completed", response=self._ended(self._end))
 
-    def failed(self, failed: Failed) -> str:
+    def failed(self, failed: RequestFailed) -> str:
         error = openai_error(failed.status, failed.message)["error"]
         return self._event("error", code=error["code"], message=error["message"], param=error["param"])
 
@@ -191,7 +191,7 @@ def _check_include(given: Any) -> None:
             raise Refused(f"include: {name[:80]!r} is not supported; leave it out", param="include")
 
 
-def conversation_of(body: dict[str, Any], contents: Contents) -> list[Message]:
+def conversation_of(body: dict[str, Any], contents: MessageContents) -> list[Message]:
     """Return `instructions` and `input`, a text or items, as messages of chat completions. Raises Refused.
 
     Adjacent messages of the assistant are merged.
@@ -222,7 +222,7 @@ def _side(item: Any) -> str:
     return CALL if kind.endswith("_call") or kind.startswith("mcp_") else UNKNOWN
 
 
-def _message(item: Any, place: Place, contents: Contents) -> Message:
+def _message(item: Any, place: RequestPlace, contents: MessageContents) -> Message:
     """Return an item as a message; reasoning, text and calls are separate items and messages.
 
     Calls of other tools in CALLS, from a session with another server, become function calls. An item that is not read
@@ -248,7 +248,7 @@ def _message(item: Any, place: Place, contents: Contents) -> Message:
     return found | {"tool_calls": [function_call(contents.word(item, "call_id", place), function, arguments)]}
 
 
-def _reasoning(item: dict[str, Any], place: Place, contents: Contents) -> dict[str, Any]:
+def _reasoning(item: dict[str, Any], place: RequestPlace, contents: MessageContents) -> dict[str, Any]:
     """Return {"reasoning_content": text} for reasoning; {}, with a warning, if it is only there in encrypted form."""
     given = item.get("content")
     texts = (

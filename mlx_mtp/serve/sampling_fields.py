@@ -7,7 +7,7 @@ from typing import Any
 from ..generate import encoded
 from .fields import ModelInfo, Refused, boolean, check_characters, field_of, integer, number, shown, words
 from .job import DecodeRequest
-from .prompts import Prompt, TooLong, check_length
+from .prompts import EncodedPrompt, TooLong, check_length
 from .token_rules import TokenRules, completions_of
 
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
@@ -23,7 +23,7 @@ MAX_XTC = 0.5  # above this threshold XTC removes no token, because at most one 
 
 
 def decode_requests(
-    info: ModelInfo, prompt: Prompt, body: dict[str, Any], *, most: int | None, choices: int = 1, **more: Any
+    info: ModelInfo, prompt: EncodedPrompt, body: dict[str, Any], *, most: int | None, choices: int = 1, **more: Any
 ) -> list[DecodeRequest]:
     """Return one request for each of `choices`, with consecutive seeds; options of sampling are read from the body.
 
@@ -48,12 +48,12 @@ def decode_requests(
     return [DecodeRequest(prompt.tokens, sampling={**sampling, "seed": seed}, **more) for seed in seeds]
 
 
-def text_prompt(info: ModelInfo, text: str, body: dict[str, Any]) -> Prompt:
+def text_prompt(info: ModelInfo, text: str, body: dict[str, Any]) -> EncodedPrompt:
     """Return the tokens of a text without a template; raises Refused if it is too long for the context."""
     check_characters(text, "prompt")
     with refusing_long(info, body):
         check_length(info.tokenizer, [text], info.positions)
-    return Prompt(encoded(info.tokenizer, text))
+    return EncodedPrompt(encoded(info.tokenizer, text))
 
 
 @contextmanager

@@ -26,9 +26,9 @@ from ..decoding.options import default_chunk, default_draft_tokens
 from ..grammar import vocabulary_of
 from .app import Service, application
 from .batch_decoder import BatchDecoder
-from .catalog import Offer
+from .catalog import ModelFacts
 from .connection import Connection
-from .engine import Engine, Limits
+from .engine import Engine, JobLimits
 from .failures import dropped
 from .fields import ModelInfo
 from .frames import add_reasoning_marks, frames_of
@@ -89,7 +89,7 @@ class Settings:
     max_tokens: int | None = None
     cache_bytes: int = 0
     cache_files: PrefixFiles | None = None
-    limits: Limits = field(default_factory=Limits)
+    limits: JobLimits = field(default_factory=JobLimits)
     timeout: float = float("inf")
     grace: float = 5.0
     root_path: str = ""
@@ -137,8 +137,8 @@ def serve(load: Callable[[], Loaded], settings: Settings, ready: Callable[[Servi
 
 
 def serve_several(
-    find: Callable[[], list[Offer]],
-    load: Callable[[Offer], Loaded],
+    find: Callable[[], list[ModelFacts]],
+    load: Callable[[ModelFacts], Loaded],
     settings: Settings,
     ready: Callable[[Service], None],
 ) -> None:
@@ -152,8 +152,8 @@ def serve_several(
 
 
 def models_of(
-    find: Callable[[], list[Offer]],
-    load: Callable[[Offer], Loaded],
+    find: Callable[[], list[ModelFacts]],
+    load: Callable[[ModelFacts], Loaded],
     settings: Settings,
     ready: Callable[[], None] = lambda: None,
 ) -> Models:
@@ -166,7 +166,7 @@ def models_of(
     return Models(find, opens, aliases=settings.names, **more)
 
 
-def _opened_offer(load: Callable[[Offer], Loaded], settings: Settings, offer: Offer) -> Ready:
+def _opened_offer(load: Callable[[ModelFacts], Loaded], settings: Settings, offer: ModelFacts) -> Ready:
     """Load one of several models and return it; its facts have its own name, then the settings' names.
 
     Its prefix files are in the settings' directory, with the same limit, in an object of their own.
@@ -199,7 +199,7 @@ def run(service: Service, settings: Settings) -> None:
         raise engine.error
 
 
-def config_of(app: Any, limits: Limits, **more: Any) -> uvicorn.Config:
+def config_of(app: Any, limits: JobLimits, **more: Any) -> uvicorn.Config:
     """Return uvicorn's configuration for an application, with the limits of `Connection`. more: further options."""
     connection: Any = partial(Connection, most=64 + 2 * limits.queued)
     return uvicorn.Config(app, http=connection, ws="none", access_log=False, server_header=False, **more)

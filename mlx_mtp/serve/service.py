@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 
 from .body import parsed_body
-from .catalog import Offer
+from .catalog import ModelFacts
 from .engine import Engine
 from .fields import ModelInfo, Refused
 from .guard import Rules
@@ -84,8 +84,8 @@ class Service:
         else:
             engine.submit(jobs)
 
-    def offers(self) -> list[Offer]:
-        """Return an `Offer` for each name that requests may use, except "*".
+    def offers(self) -> list[ModelFacts]:
+        """Return an `ModelFacts` for each name that requests may use, except "*".
 
         Of one model these are `ModelInfo.listed`, of several `Models.names`. Raises Refused (503) before the first
         load of one model, and before several are listed.
@@ -95,6 +95,6 @@ class Service:
             info = self.ready()
             facts: Any = {"context": info.positions, "size": info.size, "family": info.family, "stored": info.stored}
             facts |= {"path": info.path, "created": info.created, "sees": info.vision is not None}
-            return [Offer(name, adapter=info.adapter_of({"model": name}) or "", **facts) for name in info.listed]
+            return [ModelFacts(name, adapter=info.adapter_of({"model": name}) or "", **facts) for name in info.listed]
         models.named({})  # may raise
         return [models.offer_of(name) for name in models.names]

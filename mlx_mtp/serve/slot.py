@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .catalog import Offer
+from .catalog import ModelFacts
 from .engine import Engine
 from .fields import ModelInfo
-from .job import Failed, Served
+from .job import RequestFailed, Served
 
 
 class Ready(NamedTuple):
@@ -18,7 +18,7 @@ class Ready(NamedTuple):
 
 
 @dataclass(eq=False)
-class Slot:
+class ModelSlot:
     """One of several models. offer: its facts and name. engine: runs its jobs while it is loaded.
 
     ready: None while it is not loaded. pins: number of requests that were granted the model and have not queued their
@@ -27,7 +27,7 @@ class Slot:
     loads.
     """
 
-    offer: Offer
+    offer: ModelFacts
     engine: Engine
     ready: Ready | None = None
     pins: int = 0
@@ -57,6 +57,6 @@ class Ticket:
     granted: the request was granted the model, and counts among the slot's pins.
     """
 
-    slot: Slot
-    resolve: Callable[[Failed | None], None]
+    slot: ModelSlot
+    resolve: Callable[[RequestFailed | None], None]
     granted: bool = False

@@ -27,7 +27,7 @@ COMPILERS = threading.Semaphore(2)  # the maximum of grammars that are compiled 
 ITEM = re.compile(r"\{(?P<count>\d+)(?:,\d*)?\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 
 
-class Output(NamedTuple):
+class RequiredOutput(NamedTuple):
     """A grammar that an answer must match. field: path of the request field that requires it, for messages.
 
     param:  name of the request field, for the `param` of an error response.
@@ -43,7 +43,12 @@ class Output(NamedTuple):
 
 
 def constraint_of(
-    info: ModelInfo, output: Output, prompt: Sequence[int] = (), begun: Message | None = None, *, chat: bool = False
+    info: ModelInfo,
+    output: RequiredOutput,
+    prompt: Sequence[int] = (),
+    begun: Message | None = None,
+    *,
+    chat: bool = False,
 ) -> Constraint:
     """Return the compiled grammar of the answer to a prompt. Raises Refused if it cannot be enforced.
 

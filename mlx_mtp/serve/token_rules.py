@@ -106,7 +106,7 @@ class Completions:
     """The tokens that contain one of `words`, each of one byte or more, or complete one after other tokens.
 
     longest: number of bytes of the longest word. ranges: by each start of a word after which one token can complete
-    it, the ranges of `Vocabulary.order` with these tokens.
+    it, the ranges of `TokenBytes.order` with these tokens.
     """
 
     def __init__(self, tokenizer: Any, words: tuple[str, ...]):
@@ -140,7 +140,7 @@ def completions_of(tokenizer: Any, words: tuple[str, ...]) -> Completions:
     return Completions(tokenizer, words)
 
 
-class Vocabulary:
+class TokenBytes:
     """The bytes of each token, and searches in them.
 
     texts: by id. longest: number of bytes of the longest token. order: the ids in the order of their bytes.
@@ -170,12 +170,12 @@ class Vocabulary:
 
 
 @lru_cache(maxsize=2)
-def vocabulary(tokenizer: Any) -> Vocabulary:
-    """Return the `Vocabulary` of a tokenizer, with each token's bytes as in the middle of a text."""
+def vocabulary(tokenizer: Any) -> TokenBytes:
+    """Return the `TokenBytes` of a tokenizer, with each token's bytes as in the middle of a text."""
     pieces: list[str] = [piece or "" for piece in tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))]
     added = {*getattr(tokenizer, "added_tokens_decoder", {})}
     write = _byte_letters if any(piece.startswith("\u0120") for piece in pieces) else _sentence_piece
-    return Vocabulary([piece.encode() if i in added else write(piece) for i, piece in enumerate(pieces)])
+    return TokenBytes([piece.encode() if i in added else write(piece) for i, piece in enumerate(pieces)])
 
 
 def _byte_letters(piece: str) -> bytes:

@@ -9,11 +9,11 @@ from ..grammar import Gate, Grammar
 from ..grammar.forms import either
 from .fields import MAX_TOOL_NAME, TOOL, ModelInfo, Refused, check_size, shown, text
 from .forms import Message, joined_contents
-from .structured import Output, check_schema, compiled_within
+from .structured import RequiredOutput, check_schema, compiled_within
 from .template_traits import renders_tools
 from .thinking import switch_of
 from .tool_calls.call_format import CallFormat
-from .tool_calls.grammars import Offer, call_grammar, call_mark
+from .tool_calls.grammars import OfferedTools, call_grammar, call_mark
 from .tool_calls.schema import Tools, dumps
 from .tool_calls.table import GENERIC
 
@@ -123,7 +123,9 @@ def _name(tool: Any) -> Any:
     return inner.get("name") if isinstance(inner, dict) else tool.get("name") if isinstance(tool, dict) else None
 
 
-def call_output(info: ModelInfo, choice: ToolChoice, output: Output | None, warnings: list[str]) -> Output | None:
+def call_output(
+    info: ModelInfo, choice: ToolChoice, output: RequiredOutput | None, warnings: list[str]
+) -> RequiredOutput | None:
     """Return the grammar of an answer with tools; None if it is free. output: the grammar of the content, or None.
 
     A forced call: the grammar of calls alone. Else, with `output`: that of content or, instead, calls; calls are free
@@ -154,10 +156,12 @@ def call_output(info: ModelInfo, choice: ToolChoice, output: Output | None, warn
     if content:
         return content._replace(grammar=grammar)
     gate = Gate() if whole else Gate(after=(mark,), patterns=not literal, optional=True, repeats=not one)
-    return Output(grammar, "tools", "tools", gate, calls=True)
+    return RequiredOutput(grammar, "tools", "tools", gate, calls=True)
 
 
-def _free_calls(info: ModelInfo, content: Output, mark: str | None, strict: list[str], warnings: list[str]) -> Output:
+def _free_calls(
+    info: ModelInfo, content: RequiredOutput, mark: str | None, strict: list[str], warnings: list[str]
+) -> RequiredOutput:
     """Return `content` with a gate: its grammar, or instead tool calls, whose text is free.
 
     mark: the text with which calls begin; None: none is fixed. If the model writes frames, a call is not in the frame
@@ -181,11 +185,11 @@ def _grammar(
 ) -> Grammar:
     """Return `call_grammar` of these tools; cached, since clients send the same tools again.
 
-    tools: a list in OpenAI's form, as JSON text. whole: calls are the whole answer. strict: as in `Offer`. content:
-    what the answer may be instead. Raises ValueError as `call_grammar`, and if the schemas of strict tools together
-    exceed a limit of `check_schema`.
+    tools: a list in OpenAI's form, as JSON text. whole: calls are the whole answer. strict: as in `OfferedTools`.
+    content: what the answer may be instead. Raises ValueError as `call_grammar`, and if the schemas of strict tools
+    together exceed a limit of `check_schema`.
     """
-    offer = Offer(Tools(json.loads(tools)), whole, one, strict)
+    offer = OfferedTools(Tools(json.loads(tools)), whole, one, strict)
     check_schema({"$defs": {name: offer.tools.parameters(name) for name in strict}})
     calls = call_grammar(tokenizer, format, offer)
     return either(content, calls) if content else calls

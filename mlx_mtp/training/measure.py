@@ -17,7 +17,7 @@ INTERVAL = 2.5, 97.5  # percentiles
 
 
 @dataclass(frozen=True)
-class Share:
+class MeanShare:
     """A mean over positions, and the ends of its 95% interval from a bootstrap over blocks of BLOCK positions."""
 
     mean: float
@@ -37,8 +37,8 @@ class Acceptance:
     positions: the number of measured positions.
     """
 
-    depths: tuple[Share, ...]
-    cycle: Share
+    depths: tuple[MeanShare, ...]
+    cycle: MeanShare
     positions: int
 
 
@@ -60,9 +60,9 @@ def measure(model: Any, recording: Recording, documents: Sequence[Document], dep
     return Acceptance(shares, cycle, int(total[0]))
 
 
-def _share(part: float, whole: float, parts: np.ndarray, wholes: np.ndarray) -> Share:
+def _share(part: float, whole: float, parts: np.ndarray, wholes: np.ndarray) -> MeanShare:
     low, high = np.percentile(parts / np.maximum(wholes, 1), INTERVAL)
-    return Share(float(part / max(whole, 1)), float(low), float(high))
+    return MeanShare(float(part / max(whole, 1)), float(low), float(high))
 
 
 def counts_of(model: Any, recording: Recording, document: Document, depths: int) -> np.ndarray:

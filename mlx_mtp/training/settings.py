@@ -12,7 +12,7 @@ DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 
 
 @dataclass(frozen=True)
-class Settings:
+class TuneSettings:
     """The options of a tuning.
 
     tokens: number to record, up to the end of a document; fewer if the texts end. epochs: passes over them. new: make

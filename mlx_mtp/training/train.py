@@ -27,7 +27,7 @@ STATE = "training.safetensors"
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """How a training runs. steps: number of updates. rows, length: B and L of `Batch`. rate: the peak learning rate.
 
     seed: of the order of documents and rows, and of noise. checkpoint: as in `chain`.
@@ -57,7 +57,7 @@ class Best:
 def train(
     workshop: Workshop,
     recording: Recording,
-    plan: Plan,
+    plan: TrainingPlan,
     folder: Path,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> tuple[Best | None, bool]:
@@ -102,7 +102,13 @@ def train(
 
 
 def _measured(
-    workshop: Workshop, recording: Recording, held: list, plan: Plan, step: int, best: Best | None, curve: list
+    workshop: Workshop,
+    recording: Recording,
+    held: list,
+    plan: TrainingPlan,
+    step: int,
+    best: Best | None,
+    curve: list,
 ) -> tuple[Best | None, list[tuple[int, float]]]:
     """Return `best` and the curve after `step` steps: with a measurement if one is due and not in the curve yet."""
     trained = step * plan.rows * plan.length
@@ -119,7 +125,7 @@ def _measured(
 class _State:
     """Saves and loads a training's state in a file: parameters, the optimizer's arrays, the best ones, the curve."""
 
-    def __init__(self, file: Path, plan: Plan, workshop: Workshop, trainer: Trainer):
+    def __init__(self, file: Path, plan: TrainingPlan, workshop: Workshop, trainer: Trainer):
         self.file, self.workshop, self.trainer = file, workshop, trainer
         self.plan = json.dumps([*vars(plan).values(), workshop.depths, sorted(workshop.formats)])
 
@@ -174,7 +180,7 @@ def _with(workshop: Workshop, parameters: dict[str, Any], recording: Recording, 
     return found
 
 
-def _endless(recording: Recording, documents: list, plan: Plan, skip: int) -> Iterator[Batch]:
+def _endless(recording: Recording, documents: list, plan: TrainingPlan, skip: int) -> Iterator[Batch]:
     """Yield batches of one epoch after another, without end, except the first `skip` batches."""
     epoch = 0
     while True:

@@ -20,9 +20,9 @@ from .estimate import Estimate, estimate, fit
 from .measure import Acceptance, measure
 from .reading import HELD_OUT, pieces, record, skip_recorded
 from .recording import Recording
-from .settings import DTYPES, FEWEST, Settings
+from .settings import DTYPES, FEWEST, TuneSettings
 from .texts import Given, Text, answered, given_texts, own_texts
-from .train import Best, Plan, put, train
+from .train import Best, TrainingPlan, put, train
 
 LENGTH = 256  # positions of a training row
 DOCUMENT = 512  # maximum tokens of a document
@@ -65,7 +65,7 @@ def tune_heads(
     texts: Iterable[Given] | None = None,
     *,
     out: str | Path = "mtp.safetensors",
-    settings: Settings | None = None,
+    settings: TuneSettings | None = None,
     confirm: Callable[[Estimate], None] | None = None,
     progress: Progress | None = None,
     **options: Any,
@@ -85,7 +85,7 @@ def tune_heads(
     given, which then counts alone. MLX's random state is seeded. ValueError, one line, for values, texts or a model
     that are not allowed.
     """
-    settings = settings or Settings(**options)
+    settings = settings or TuneSettings(**options)
     settings.check()
     _check_model(model, new=settings.new)
     file = _file(out)
@@ -129,7 +129,7 @@ def _file(out: str | Path) -> Path:
     return file
 
 
-def _recording(model: Any, tokenizer: Any, settings: Settings, folder: Path, *, own: bool) -> Recording:
+def _recording(model: Any, tokenizer: Any, settings: TuneSettings, folder: Path, *, own: bool) -> Recording:
     """Return the recording in a work folder, created if it is missing. own: the model writes the texts.
 
     ValueError for a recording of another model or tokenizer, of other settings, or with the other `own`.
@@ -146,7 +146,7 @@ class _Work:
 
     model: Any
     tokenizer: Any
-    settings: Settings
+    settings: TuneSettings
     recording: Recording
     file: Path
     folder: Path
@@ -170,7 +170,7 @@ def _check_model(model: Any, *, new: bool) -> None:
 
 
 def _texts(
-    model: Any, tokenizer: Any, texts: Iterable[Given] | None, settings: Settings, recording: Recording
+    model: Any, tokenizer: Any, texts: Iterable[Given] | None, settings: TuneSettings, recording: Recording
 ) -> Iterator[Text]:
     """Yield the given texts, with the model's answers to prompts among them, as in `answered`.
 
@@ -243,7 +243,7 @@ def _train(work: _Work, workshop: making.Workshop, rows: int, *, checkpoint: boo
         model.mtp = workshop.trained.mtp
     steps = max(1, round(settings.epochs * work.recording.size / (rows * LENGTH)))
     rate = settings.peak_rate(model.model.norm.weight.size)
-    plan = Plan(steps, rows, LENGTH, rate, settings.seed, checkpoint)
+    plan = TrainingPlan(steps, rows, LENGTH, rate, settings.seed, checkpoint)
     best, complete = train(workshop, work.recording, plan, work.folder, work.progress)
     if best is None:
         return Tuned(None, before, None, ()), complete

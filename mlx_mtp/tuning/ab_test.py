@@ -12,7 +12,7 @@ import mlx.core as mx
 from ..kernels import KernelRefused, all_ran, drop_new
 from ..machine.errors import refusal
 
-Op = Callable[[mx.array], Sequence[mx.array]]  # x [M, K] -> outputs [M, N_i]
+TimedOp = Callable[[mx.array], Sequence[mx.array]]  # x [M, K] -> outputs [M, N_i]
 
 FAILS = "fails with"  # prefix of the reason of a kernel that raised
 DIFFERS = "differs from one row alone"
@@ -51,17 +51,17 @@ class KernelTrial:
     op: str
     shape: str
     rows: int
-    pairs: Sequence[tuple[Op, Op]]
+    pairs: Sequence[tuple[TimedOp, TimedOp]]
     width: int
     dtype: mx.Dtype
-    alone: Sequence[Op] | None = None
-    truth: Sequence[Op] | None = None
+    alone: Sequence[TimedOp] | None = None
+    truth: Sequence[TimedOp] | None = None
     bits: bool = True
     kind: str = ""
     weights: int = 0
     draws: int = 0
     base: tuple[str, str, int] | None = None
-    split: Sequence[Op] = ()
+    split: Sequence[TimedOp] = ()
 
     def __post_init__(self) -> None:
         assert self.pairs, f"{self.op} {self.shape}: a trial without layers"
@@ -135,7 +135,7 @@ def _check_bits(trial: KernelTrial, layer: int, x: mx.array, draw: int) -> None:
     _compare(ours, spoiled_x, expected, clean, f"changes with {name} in another row")
 
 
-def _check_error(ours: Op, stock: Op, truth: Op, x: mx.array) -> None:
+def _check_error(ours: TimedOp, stock: TimedOp, truth: TimedOp, x: mx.array) -> None:
     """Raise WrongKernel if a row's error is NaN, or exceeds both twice that of MLX and ROUNDINGS roundings.
 
     Errors are root mean squares over the row, against the result in float32 of `truth`.
@@ -154,12 +154,12 @@ def _rms(x: mx.array) -> mx.array:
     return mx.sqrt(mx.mean(mx.square(x.astype(mx.float32)).reshape(len(x), -1), axis=1))
 
 
-def _row_by_row(op: Op, x: mx.array) -> list[mx.array]:
+def _row_by_row(op: TimedOp, x: mx.array) -> list[mx.array]:
     rows = [op(x[i : i + 1]) for i in range(len(x))]
     return [mx.concatenate(list(parts)) for parts in zip(*rows, strict=True)]
 
 
-def _of_kernel(ours: Op, x: mx.array) -> list[mx.array]:
+def _of_kernel(ours: TimedOp, x: mx.array) -> list[mx.array]:
     """Return a kernel's outputs, evaluated; raises WrongKernel if it raises."""
     try:
         outputs = list(ours(x))
@@ -181,7 +181,7 @@ def _spoiled(rows: int, draw: int) -> list[bool]:
     return [(i >> draw // 2) % 2 == draw % 2 for i in range(rows)]
 
 
-def _compare(ours: Op, x: mx.array, expected: Sequence[mx.array], rows: Sequence[int], how: str) -> None:
+def _compare(ours: TimedOp, x: mx.array, expected: Sequence[mx.array], rows: Sequence[int], how: str) -> None:
     """Raise WrongKernel if ours(x) raises, has other shapes or types than expected, or one of `rows` other bits.
 
     Any two NaN are equal. how: the text after "row 2 of 4" in the message.
@@ -225,7 +225,7 @@ def time_pair(trial: KernelTrial) -> float:
     return stock / ours
 
 
-def _chain_seconds(ops: Sequence[Op], x: mx.array, start: int, steps: int) -> float:
+def _chain_seconds(ops: Sequence[TimedOp], x: mx.array, start: int, steps: int) -> float:
     """Run a chain of `steps` ops on x, one per layer, from index `start` on and cyclically; return its seconds.
 
     Each op depends on the outputs of the previous one. Building the graph is not timed.

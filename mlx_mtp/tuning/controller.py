@@ -14,7 +14,7 @@ from operator import mul
 from types import MappingProxyType
 
 from .costs import ALLOWANCE, DECAY, PRIOR_WEIGHT, Costs, Growth, dense
-from .plan import NAMES, PLAIN, SHORTEST, Choice, Cycle, Plan, Role, ladder
+from .plan import NAMES, PLAIN, SHORTEST, Cycle, Plan, PlanEstimate, Role, ladder
 
 EARNED = 0.013  # plain steps that each plain step adds to the budget
 PRIOR_ACCEPTANCE = 0.6  # share of accepted drafts before any was verified
@@ -71,7 +71,7 @@ class Controller:
         """
         costs, spare = self.costs, self.costs.budget - self._risk
         self._spare, self._measures = spare, costs.plain_first > 0
-        best = plain = Choice(PLAIN, 1.0, 1.0)
+        best = plain = PlanEstimate(PLAIN, 1.0, 1.0)
         self.paused = ""
         if not costs.plain_first and (choices := self._choices(matched, pending)):
             best = max((plain, *(c for c in choices if c.risk <= spare)), key=self._score)
@@ -87,7 +87,7 @@ class Controller:
         self._risk, self._kind = best.risk, self.kind_of(best.plan, matched)
         return best.plan
 
-    def _why_risky(self, hope: Choice) -> str:
+    def _why_risky(self, hope: PlanEstimate) -> str:
         """Return why a choice is not taken that may lose more plain steps than the budget."""
         lost = ALLOWANCE - self.costs.budget
         return f"lost {lost:.1f} plain steps" if lost >= 0.05 else f"may lose {hope.risk:.1f} plain steps in a cycle"
@@ -101,7 +101,7 @@ class Controller:
         if self._measures:
             return planned
         choices = [self._after_forced(Plan(self.names[Role.GRAMMAR], k), forced) for k in ladder(max(forced))]
-        now = self._after_forced(planned, forced) if planned.k else Choice(PLAIN, 1.0, 1.0)
+        now = self._after_forced(planned, forced) if planned.k else PlanEstimate(PLAIN, 1.0, 1.0)
         best = max((now, *(c for c in choices if c.risk <= self._spare)), key=self._score)
         self._risk, self.paused = best.risk, "" if best.plan.k else self.paused
         return best.plan
@@ -150,11 +150,11 @@ class Controller:
         """Return the name under which acceptance of a plan's drafts is counted. matched: as in `plan`."""
         return f"{plan.source} {min(matched, 16).bit_length()}" if plan.source == self.names[Role.COPY] else plan.kind
 
-    def _score(self, choice: Choice) -> float:
+    def _score(self, choice: PlanEstimate) -> float:
         bonus = DRAFT_BONUS if choice.plan.k and not choice.plan.p_min else PLAIN_BONUS
         return choice.rate * (1 + bonus / math.sqrt(PRIOR_WEIGHT + self.costs.weights.get(choice.plan, 0.0)))
 
-    def _retried(self, best: Choice, choices: list[Choice], spare: float) -> Choice:
+    def _retried(self, best: PlanEstimate, choices: list[PlanEstimate], spare: float) -> PlanEstimate:
         """Return the longest choice of another own source than that of `best`, if its next trial is due; else `best`.
 
         Even if none of their drafts is accepted, trials take about EARNED of the time. There are none next to a
@@ -170,7 +170,7 @@ class Controller:
         costs.retry_at[kind] = costs.elapsed + other.steps / EARNED
         return other
 
-    def _choices(self, matched: int, pending: int) -> list[Choice]:
+    def _choices(self, matched: int, pending: int) -> list[PlanEstimate]:
         """Return estimates of the plans with drafts that may be chosen now. matched, pending: as in `plan`.
 
         The drafter's plans have at most twice the drafts of the longest measured plan (at least 1). The limit is one
@@ -184,7 +184,7 @@ class Controller:
                 like = max(own, key=lambda c: c.rate)
                 gave, took = costs.counts.get(sure.kind, [[0.0, 0.0]])[0]
                 rate = (PRIOR_WEIGHT * like.tokens + gave) / (PRIOR_WEIGHT * like.steps + took)
-                choices.append(Choice(sure, rate * like.steps, like.steps, rows))
+                choices.append(PlanEstimate(sure, rate * like.steps, like.steps, rows))
         longest = max(1, 2 * max(p.k for p in costs.levels))  # at most twice the longest measured plan
         choices = [c for c in choices if c.plan.k <= longest or (c.plan.p_min and longest > 2)]
         if matched >= SHORTEST and self.lookups:
@@ -192,7 +192,7 @@ class Controller:
             choices += [c for c in copied if c.plan.k <= max(3, longest + 1)]  # 3, 7, 15: twice the rows
         return choices
 
-    def _expect(self, kind: str, plans: list[Plan], rows: float = 0.0) -> list[Choice]:
+    def _expect(self, kind: str, plans: list[Plan], rows: float = 0.0) -> list[PlanEstimate]:
         """Return a Choice, with estimated tokens and plain steps, for each plan; plans: in ascending order of drafts.
 
         kind: of the acceptance counts; a depth without counts is accepted as often as the one before, the first one
@@ -200,9 +200,9 @@ class Controller:
         """
         rates = self._rates(kind, plans[-1].k) if plans else []
         tokens = [*accumulate(accumulate(rates, mul), initial=1.0)]
-        return [Choice(plan, tokens[plan.k], self.costs.steps(plan), rows) for plan in plans]
+        return [PlanEstimate(plan, tokens[plan.k], self.costs.steps(plan), rows) for plan in plans]
 
-    def _after_forced(self, plan: Plan, forced: Sequence[int]) -> Choice:
+    def _after_forced(self, plan: Plan, forced: Sequence[int]) -> PlanEstimate:
         """Return a Choice of a plan in which each sequence's first drafts are those that its grammar forces.
 
         Its tokens are the mean of the sequences. A plan of the drafter has its own drafts after the forced ones, one
@@ -214,7 +214,7 @@ class Controller:
             rest = 0 if plan.source == self.names[Role.GRAMMAR] else plan.k - first
             rates = [*self._rates(self.names[Role.GRAMMAR], first), *self._rates(self._kind, rest)]
             tokens += 1 + sum(accumulate(rates, mul))
-        return Choice(plan, tokens / len(forced), self.costs.steps(plan))
+        return PlanEstimate(plan, tokens / len(forced), self.costs.steps(plan))
 
     def _rates(self, kind: str, depths: int) -> list[float]:
         """Return the estimated share of accepted drafts of a kind at each depth, if all before were accepted."""

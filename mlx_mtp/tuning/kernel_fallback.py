@@ -9,13 +9,13 @@ from ..machine.errors import refusal
 from .ab_test import FAILS, KernelTrial, failing
 from .kernel_switch import ModelTrials, put_on
 from .kernel_trials import warn_of_wrong
-from .verdict_file import Key
+from .verdict_file import VerdictKey
 
 # Kernels that no trial launches, each with the op whose output it reads and whose verdict it follows.
 WITHOUT_TRIAL = {"draw_top": "verify_head"}
 
 
-class Failed(NamedTuple):
+class FailedKernel(NamedTuple):
     """A kernel that is off because it does not compile or run. kernel: op and shape. rows: its row counts."""
 
     kernel: str
@@ -125,14 +125,14 @@ def fall_back(model: Any, error: KernelRefused) -> None:
         raise error
 
 
-def blame(found: ModelTrials, refusals: list[Refusal]) -> dict[Key, str]:
+def blame(found: ModelTrials, refusals: list[Refusal]) -> dict[VerdictKey, str]:
     """Return the kernels that are on and launch a refused one: (op, shape, rows) with the reason.
 
     A launch that no trial makes is attributed to all kernels of its op, an unknown op to all kernels.
     """
     live = [trial for trial in found.all_trials if found.all_verdicts[trial.key].on]
     launches = {trial.key: launches_of(trial.chosen(found.all_verdicts[trial.key].split)) for trial in live}
-    blamed: dict[Key, str] = {}
+    blamed: dict[VerdictKey, str] = {}
     for refused in refusals:
         op = WITHOUT_TRIAL.get(refused.key[0], refused.key[0])
         exact = [key for key, keys in launches.items() if refused.key in keys]
@@ -154,7 +154,7 @@ def launches_of(trial: KernelTrial) -> set[tuple]:
     return set(keys)
 
 
-def switch_off(model: Any, reasons: dict[Key, str], *, remembered: bool = True) -> None:
+def switch_off(model: Any, reasons: dict[VerdictKey, str], *, remembered: bool = True) -> None:
     """Switch kernels off, with a warning; the report lists the reasons, and recorded cycles are dropped.
 
     reasons: by (op, shape, rows). remembered: whether later loads leave them off.
@@ -176,7 +176,7 @@ def switch_all_off(model: Any, reason: str) -> None:
         site.rows = frozenset()
 
 
-def failed_kernels(model: Any) -> list[Failed]:
+def failed_kernels(model: Any) -> list[FailedKernel]:
     """Return a model's kernels that are off because they did not compile or run, in a trial or in a generation.
 
     If the failed kernel of a generation's graph is unknown, these are all that were on, or all of its op. One entry
@@ -189,7 +189,7 @@ def failed_kernels(model: Any) -> list[Failed]:
     lines: dict[tuple[str, str], list[int]] = {}
     for (op, shape, rows), reason in sorted(reasons.items()):
         lines.setdefault((f"{op} {shape}", reason), []).append(rows)
-    return [Failed(kernel, tuple(rows), reason) for (kernel, reason), rows in lines.items()]
+    return [FailedKernel(kernel, tuple(rows), reason) for (kernel, reason), rows in lines.items()]
 
 
 def drop_recordings(model: Any) -> None:

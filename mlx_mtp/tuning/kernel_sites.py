@@ -11,7 +11,7 @@ from mlx_lm.models.mla import QuantizedMultiLinear
 from ..cache.kinds import make_cache
 from ..cache.recurrent import RecurrentCache
 from ..cache.ring import Ring
-from ..kernels import Rope
+from ..kernels import RopeArguments
 from ..layers.attention import Attention, VerifyAttention
 from ..layers.blocks import BlockEmbedding, BlockLinear, BlockMultiLinear, is_blocks
 from ..layers.experts import Mixture, VerifyMoE, servable
@@ -21,7 +21,7 @@ from ..layers.lm_head import place_heads
 from ..layers.mamba2 import Mamba2, Scan
 from ..layers.mla import AbsorbedMLA, BlockPerHead, LatentAttention, PerHead, VerifyMultiLinear
 from ..layers.mtp_head import EagleHead
-from ..layers.norm_rope import Form, NormRope
+from ..layers.norm_rope import AttentionForm, NormRope
 from ..layers.port import Port
 from ..layers.products import (
     GLU,
@@ -157,8 +157,8 @@ def _attentions(model: Any) -> Iterator[Site]:
 
 
 def _attention(module: Any, ring: Ring | None, kv_bits: Sequence[int]) -> Iterator[Site]:
-    form = Form.of(module)
-    rope = Rope.of(module.rope) if "rope" in module else None
+    form = AttentionForm.of(module)
+    rope = RopeArguments.of(module.rope) if "rope" in module else None
     group_sizes = [g for g in KV_GROUPS if form.head_dim % g == form.value_dim % g == 0][:1]
     formats = [{}, *({"bits": bits, "group_size": g} for g in group_sizes for bits in kv_bits)]
     plain, *quantized = (Attention(module, form, partial(make_cache, ring, **f)) for f in formats)
@@ -177,9 +177,9 @@ def _latent(module: Any, chosen: int | None = None) -> Iterator[Site]:
     """
     module.latent = LatentAttention(module) if chosen is None else ChosenAttention(module, chosen)
     yield module.latent
-    if rope := Rope.of(module.rope):
+    if rope := RopeArguments.of(module.rope):
         width = module.qk_rope_head_dim
-        module.placing = NormRope(module, Form(module.num_heads, 1, width, width, None, None), rope)
+        module.placing = NormRope(module, AttentionForm(module.num_heads, 1, width, width, None, None), rope)
         yield module.placing
 
 

@@ -28,7 +28,7 @@ from .ab_test import LAYERS, KernelTrial, compile_kernel
 from .kernel_sites import LINEARS, place, tied
 from .kernel_trials import ASKED, DRAWS_OF_FOLLOWING, NOT_TRIED, RIGHT, decide, is_stale
 from .kernel_verdict import KernelVerdict, in_words, off
-from .verdict_file import Found, Key, RememberedVerdicts
+from .verdict_file import RememberedVerdicts, TrialFinding, VerdictKey
 
 FIRST_ROWS = 4  # maximum rows of the kernels that a load tries: cycles with up to three drafts
 WARM_ROWS = 6  # maximum rows of stored kernels that a load compiles; heads read six with three drafts
@@ -121,7 +121,7 @@ class ModelTrials:
         for site in sites:
             site.asked = site.asked or site.format[0] in kv_bits  # type: ignore[attr-defined]
         self.trials: list[KernelTrial] = []
-        self.verdicts: dict[Key, KernelVerdict] = {}
+        self.verdicts: dict[VerdictKey, KernelVerdict] = {}
         self._add(trials(sites, self.dtype))
         self.remembered = RememberedVerdicts(digest(f"{len(trial.pairs)} {trial.key}" for trial in self.trials))
 
@@ -145,7 +145,7 @@ class ModelTrials:
         return [*self.trials, *(self.matrices.trials if self.matrices else ())]
 
     @property
-    def all_verdicts(self) -> dict[Key, KernelVerdict]:
+    def all_verdicts(self) -> dict[VerdictKey, KernelVerdict]:
         return {**self.verdicts, **(self.matrices.verdicts if self.matrices else {})}
 
     @property
@@ -153,7 +153,7 @@ class ModelTrials:
         """The row counts above eight that have trials, none before they are added."""
         return {trial.rows for trial in self.trials if trial.rows > VERIFY_ROWS[-1]}
 
-    def reject(self, key: Key, reason: str, *, remembered: bool) -> None:
+    def reject(self, key: VerdictKey, reason: str, *, remembered: bool) -> None:
         """Mark a kernel as failed, in all contexts; `apply` then switches it off. remembered: also for later loads.
 
         Matrix-unit products are rejected in `matrices`.
@@ -163,7 +163,7 @@ class ModelTrials:
         contexts, split = [trial.key for trial in self.trials if trial.base == key], self.verdicts[key].split
         self.verdicts |= dict.fromkeys([key, *contexts], off(reason))
         if remembered:
-            self.remembered.add({key: Found(reason, None, split=split)})
+            self.remembered.add({key: TrialFinding(reason, None, split=split)})
 
     def try_first(self) -> None:
         """Decide on the kernels of the first cycles, then, if none of these is untried, on others for MORE_SECONDS.
@@ -274,7 +274,7 @@ class ModelTrials:
         agreed = {tuple(key): KernelVerdict(**facts) for key, facts in first}
         tried = (item for verdicts in others for item in verdicts if not item[1]["reason"].startswith(NOT_TRIED))
         agreed |= {tuple(key): KernelVerdict(**facts) for key, facts in tried if not facts["right"]}
-        self.verdicts = cast(dict[Key, KernelVerdict], agreed)
+        self.verdicts = cast(dict[VerdictKey, KernelVerdict], agreed)
         for (op, *_), verdict in self.verdicts.items():
             if verdict.right:
                 take(op, verdict.spelling)
@@ -343,7 +343,7 @@ def _typed(shape: str, dtype: mx.Dtype) -> str:
     return f"{shape} {str(dtype).rpartition('.')[2]}"
 
 
-def switch(sites: Iterable[Site], verdicts: Mapping[Key, KernelVerdict], dtype: mx.Dtype) -> None:
+def switch(sites: Iterable[Site], verdicts: Mapping[VerdictKey, KernelVerdict], dtype: mx.Dtype) -> None:
     """Set each site's `rows`, `split` and `rows_of_context` by the verdicts; row counts without one are off."""
     for site in sites:
         shape = _typed(site.shape, dtype)
@@ -356,7 +356,7 @@ def switch(sites: Iterable[Site], verdicts: Mapping[Key, KernelVerdict], dtype: 
     mx.clear_cache()
 
 
-def _on(site: Site, shape: str, verdicts: Mapping[Key, KernelVerdict]) -> frozenset[int]:
+def _on(site: Site, shape: str, verdicts: Mapping[VerdictKey, KernelVerdict]) -> frozenset[int]:
     tried = (rows for rows in site.every_count if (site.op, shape, rows) in verdicts)
     return frozenset(rows for rows in tried if verdicts[site.op, shape, rows].on)
 

@@ -12,7 +12,7 @@ from ..kernels.contraction import is_taken, others, spelled, spelling, take
 from ..machine.progress import report_progress
 from .ab_test import DIFFERS, FAILS, KernelTrial, check, compile_kernel, failing, time_pair
 from .kernel_verdict import AS_ROWS, MARGIN, KernelVerdict, judged, off
-from .verdict_file import MLX_VERSION, Found, Key, RememberedVerdicts
+from .verdict_file import MLX_VERSION, RememberedVerdicts, TrialFinding, VerdictKey
 
 LANES = ("off", "exact", "fast")
 VARIABLE = "MLX_MTP_KERNELS"
@@ -20,7 +20,7 @@ BUDGET = 10.0  # seconds of trials per load, without compilation
 FIRST = {2: 0, 4: 1, 1: 2}  # order of trials by rows: cycles with one draft, with three, plain steps
 DRAWS_OF_FOLLOWING = 2  # draws of a short check: one with NaN, one with infinity
 ASKED, NOT_TRIED, TRYING = "asked for", "not tried", "Trying kernels"
-RIGHT = Found("", None)
+RIGHT = TrialFinding("", None)
 
 
 def requested(kernels: str | None) -> str | None:
@@ -42,7 +42,7 @@ def decide(
     remembered: RememberedVerdicts | None = None,
     budget: float = BUDGET,
     stop: Callable[[], bool] = lambda: False,
-) -> dict[Key, KernelVerdict]:
+) -> dict[VerdictKey, KernelVerdict]:
     """Return a verdict for each (op, shape, rows); a wrong kernel is off, with a warning if a new trial finds it.
 
     lane: None switches on kernels that are right and faster by MARGIN; "exact" and "fast" all that are right, without
@@ -62,13 +62,13 @@ def decide(
     if lane is None:
         return _by_trial(trials, Decisions(timer, budget, stop), remembered)
     known = {key: found for key, found in remembered.recall().items() if refused(found)} if remembered else {}
-    found: dict[Key, Found] = {}
+    found: dict[VerdictKey, TrialFinding] = {}
     while left := [trial for trial in trials if is_stale(trial.key, found.get(trial.key))]:
         for done, trial in enumerate(left):
             report_progress(TRYING, done, len(left))
             last = found.get(trial.base) if trial.base else known.get(trial.key)
             wrong, split = (last.wrong, last.split) if last else check_split(trial)
-            found[trial.key] = Found(wrong or "", None, spelling(trial.op), split)
+            found[trial.key] = TrialFinding(wrong or "", None, spelling(trial.op), split)
     new = {key: finding for key, finding in found.items() if key not in known}
     if remembered:
         remembered.add({key: finding for key, finding in new.items() if refused(finding)})
@@ -123,12 +123,12 @@ def faster(trial: KernelTrial, split: bool, timer: Callable[[KernelTrial], float
     return ratio, split
 
 
-def is_stale(key: Key, found: Found | KernelVerdict | None) -> bool:
+def is_stale(key: VerdictKey, found: TrialFinding | KernelVerdict | None) -> bool:
     """Return whether a finding is missing, or was made with another spelling of multiply-adds than its op has now."""
     return found is None or found.spelling != spelling(key[0])
 
 
-def refused(found: Found) -> bool:
+def refused(found: TrialFinding) -> bool:
     """Return whether a kernel does not compile or run, for a reason other than a lack of memory."""
     wrong = found.wrong or ""
     return wrong.startswith(FAILS) and not out_of_memory(wrong)
@@ -152,9 +152,9 @@ class Decisions:
 
     def __init__(self, timer: Callable[[KernelTrial], float], budget: float, stop: Callable[[], bool]):
         self.timer, self.budget, self.stop, self.end = timer, budget, stop, time.perf_counter() + budget
-        self.known: dict[Key, Found] = {}
-        self.found: dict[Key, Found] = {}
-        self.verdicts: dict[Key, KernelVerdict] = {}
+        self.known: dict[VerdictKey, TrialFinding] = {}
+        self.found: dict[VerdictKey, TrialFinding] = {}
+        self.verdicts: dict[VerdictKey, KernelVerdict] = {}
 
     def judge(self, group: Sequence[KernelTrial]) -> None:
         """Add the verdicts of trials that share a kernel: the first right one is timed, the others follow it.
@@ -184,7 +184,7 @@ class Decisions:
                 ratio, split = faster(trial, split, self.timer)
         except Exception as e:
             return KernelVerdict(False, True, reason=f"timing it {failing(e)}")
-        self.found[trial.key] = Found(wrong, ratio, spelling(trial.op), base.split if base else split)
+        self.found[trial.key] = TrialFinding(wrong, ratio, spelling(trial.op), base.split if base else split)
         return judged(self.found[trial.key])
 
     def _following(self, trial: KernelTrial, timed: KernelTrial) -> KernelVerdict:
@@ -202,13 +202,13 @@ class Decisions:
             if why := self._no_time(trial):
                 return off(why)
             wrong = check_spellings(replace(trial, draws=DRAWS_OF_FOLLOWING)) or ""
-            known = self.found[trial.key] = Found(wrong, None, spelling(trial.op), verdict.split)
+            known = self.found[trial.key] = TrialFinding(wrong, None, spelling(trial.op), verdict.split)
         if known.wrong != RIGHT.wrong:
             return judged(known)
         as_timed = f"{AS_ROWS}{timed.rows}" if trial.shape == timed.shape else f"as {timed.shape.split()[0]}"
         return KernelVerdict(True, True, reason=as_timed, split=verdict.split)
 
-    def _known(self, trial: KernelTrial, like: KernelVerdict | None) -> Found | None:
+    def _known(self, trial: KernelTrial, like: KernelVerdict | None) -> TrialFinding | None:
         """Return the stored finding of a trial; None if there is none, or if it does not apply.
 
         The finding applies if it was made with the spelling of multiply-adds that the op has now and, with `like`,
@@ -234,7 +234,7 @@ class Decisions:
 
 def _by_trial(
     trials: list[KernelTrial], decisions: Decisions, remembered: RememberedVerdicts | None
-) -> dict[Key, KernelVerdict]:
+) -> dict[VerdictKey, KernelVerdict]:
     """Return verdicts from stored findings, else by trials; new findings are stored even after an interruption.
 
     Failures for lack of memory are not stored.
@@ -258,7 +258,7 @@ def _by_trial(
     return {trial.key: decisions.verdicts[trial.key] for trial in trials}
 
 
-def warn_of_wrong(reasons: Mapping[Key, str | None]) -> None:
+def warn_of_wrong(reasons: Mapping[VerdictKey, str | None]) -> None:
     """Warn of wrong kernels, one warning per op, as after a change of MLX's own kernels.
 
     reasons: by (op, shape, rows); None or "" for a kernel that is right.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..kernels.contraction import AS_COMPILED
-from .verdict_file import Found, Key
+from .verdict_file import TrialFinding, VerdictKey
 
 MARGIN = 1.02  # minimum ratio; 77 of 80 trials of equal sides on a busy CPU stayed below
 AS_ROWS = "as M="  # prefix of the reason if another row count of the shape was timed instead
@@ -38,7 +38,7 @@ class KernelVerdict:
         return f"off: {self.reason}{timed}"
 
 
-def judged(found: Found) -> KernelVerdict:
+def judged(found: TrialFinding) -> KernelVerdict:
     """Return the verdict on a kernel that is wrong or was timed: on if it is right and faster by MARGIN."""
     if found.ratio is None:
         return off(found.wrong or "")
@@ -51,7 +51,7 @@ def off(reason: str) -> KernelVerdict:
     return KernelVerdict(False, False, reason=reason)
 
 
-def in_words(verdicts: Mapping[Key, KernelVerdict]) -> tuple[str, ...]:
+def in_words(verdicts: Mapping[VerdictKey, KernelVerdict]) -> tuple[str, ...]:
     """Return a line per op and shape: "verify_qmm 8x16 4-bit: M=2-5 on (1.31-1.80x), M=6-8 MLX's own (faster)".
 
     The line of `contractions_in_words` follows, if there is one.

@@ -45,7 +45,7 @@ class Plan:
 PLAIN = Plan()
 
 
-class Choice(NamedTuple):
+class PlanEstimate(NamedTuple):
     """A plan with estimates: its tokens, its plain steps, and the plain steps of resuming the drafter (`rows`)."""
 
     plan: Plan

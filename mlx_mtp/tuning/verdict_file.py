@@ -14,10 +14,10 @@ from ..kernels.contraction import AS_COMPILED, SPELLINGS, spelling
 from ..machine.remembered import RememberedFile, machine
 
 MLX_VERSION: str = mx.__version__  # type: ignore[attr-defined]
-Key = tuple[str, str, int]  # op, shape, rows
+VerdictKey = tuple[str, str, int]  # op, shape, rows
 
 
-class Found(NamedTuple):
+class TrialFinding(NamedTuple):
     """The finding of a kernel trial.
 
     wrong: why the kernel is wrong; None if it was timed, "" if it is right and was not timed. ratio: time of MLX's
@@ -40,9 +40,9 @@ class RememberedVerdicts:
     def __init__(self, model: str):
         facts = {**machine(), "mlx": MLX_VERSION, "mlx_mtp": __version__, "kernels": _kernels(), "model": model}
         self._file = RememberedFile("trials", facts, "what kernels are faster cannot be kept for the next load")
-        self._found: dict[Key, Found] = {}
+        self._found: dict[VerdictKey, TrialFinding] = {}
 
-    def recall(self) -> dict[Key, Found]:
+    def recall(self) -> dict[VerdictKey, TrialFinding]:
         """Return all findings in the file and of this process.
 
         If there is no valid file of this machine, model, MLX and kernels, return those of this process alone.
@@ -54,7 +54,7 @@ class RememberedVerdicts:
         except (ValueError, LookupError, TypeError, AttributeError):
             return self._found
 
-    def keep(self, found: Mapping[Key, Found]) -> None:
+    def keep(self, found: Mapping[VerdictKey, TrialFinding]) -> None:
         """Replace the findings in the file; omit those whose spelling of multiply-adds is no longer the op's.
 
         If the file cannot be written, warn once.
@@ -65,13 +65,13 @@ class RememberedVerdicts:
             found=[[*key, f.wrong, f.ratio, f.split] for key, f in self._found.items()], spellings=spellings
         )
 
-    def add(self, found: Mapping[Key, Found]) -> None:
+    def add(self, found: Mapping[VerdictKey, TrialFinding]) -> None:
         """Add findings to the file; with none it is not written."""
         if found:
             self.keep({**self.recall(), **found})
 
 
-def _parsed(entry: list, spellings: dict[str, str]) -> tuple[Key, Found]:
+def _parsed(entry: list, spellings: dict[str, str]) -> tuple[VerdictKey, TrialFinding]:
     """Return the key and the finding of one entry of the file; ValueError or TypeError if `keep` did not write it."""
     op, shape, rows, wrong, ratio, split = entry
     timed = wrong is None and isinstance(ratio, float) and 0 < ratio < math.inf
@@ -80,7 +80,7 @@ def _parsed(entry: list, spellings: dict[str, str]) -> tuple[Key, Found]:
         raise ValueError(entry)
     if (used := spellings.get(op, AS_COMPILED)) not in SPELLINGS:
         raise ValueError(used)
-    return (op, shape, rows), Found(wrong, ratio, used, split)
+    return (op, shape, rows), TrialFinding(wrong, ratio, used, split)
 
 
 def _kernels() -> str:

@@ -16,7 +16,7 @@ from mlx_mtp.bench.decode import (
     LoopSettings,
     MlxLm,
     Ours,
-    Reader,
+    PrefilledLoop,
     as_result,
     broken,
     measure,
@@ -99,7 +99,7 @@ def test_all_loops_generate_the_plain_text(demo):
     fixed = {"adaptive": False}
     others = [MlxLm(twin(demo.model)), Ours(demo.model, "k", 3, fixed), Ours(demo.model, "adaptive", None)]
     for loop in [*others, Ours(demo.model, PLAIN, 0)]:
-        reader = Reader(loop, prompt.tokens, LoopSettings(**options, prefill_step_size=16)).read()
+        reader = PrefilledLoop(loop, prompt.tokens, LoopSettings(**options, prefill_step_size=16)).read()
         runs = [reader.run() for _ in range(2)]  # both from the same cache, which neither changes
         assert [run.tokens for run in runs] == [text] * 2
         counted = [run.stats.generation_tokens for run in runs if run.stats]

@@ -16,7 +16,7 @@ from sweep import sampled, sweep
 
 import mlx_mtp
 from mlx_mtp.bench import subject
-from mlx_mtp.bench.decode import LoopSettings, MlxLm, Reader, twin
+from mlx_mtp.bench.decode import LoopSettings, MlxLm, PrefilledLoop, twin
 from mlx_mtp.bench.random_model import first_layers, head_count, random_model
 from mlx_mtp.bench.subject import (
     DEPTHS,
@@ -82,7 +82,7 @@ def test_random_models_of_every_family_decode_losslessly(name, config):
         with pytest.raises(ValueError, match="cannot run this model"):
             twin(model)
     else:
-        theirs = Reader(MlxLm(twin(model)), PROMPT, LoopSettings(max_tokens=8)).read().run()
+        theirs = PrefilledLoop(MlxLm(twin(model)), PROMPT, LoopSettings(max_tokens=8)).read().run()
         assert theirs.tokens == text
 
 

@@ -20,7 +20,7 @@ from mlx_mtp.checkpoint.gguf import cached as caching
 from mlx_mtp.checkpoint.gguf import report
 from mlx_mtp.checkpoint.gguf.cached import cached, fingerprint
 from mlx_mtp.checkpoint.gguf.convert import prepare, transcode
-from mlx_mtp.checkpoint.gguf.plan import Options
+from mlx_mtp.checkpoint.gguf.plan import GGUFOptions
 from mlx_mtp.checkpoint.parameters import named
 
 KINDS = gguf_files.KINDS
@@ -50,7 +50,7 @@ def test_weights_are_those_of_the_file(kind, tmp_path):
         _, config, weights = checkpoint(name, tmp_path / "hub")
         file = written(name, tmp_path / "x.gguf", config, weights, kind)
         plain = dequantized(file, tmp_path / "plain.gguf")
-        transcode(prepare(file, Options(float32=True)), tmp_path / name)
+        transcode(prepare(file, GGUFOptions(float32=True)), tmp_path / name)
         transcode(prepare(plain), tmp_path / f"{name}-plain")
         ours, true = (values(mlx_mtp.load_model(tmp_path / n, lazy=True)) for n in (name, f"{name}-plain"))
         assert ours.keys() == true.keys()
@@ -69,7 +69,7 @@ def test_columns_of_whole_groups_keep_their_codes(tmp_path):
     weights = families.random_weights(qwen.qwen_trunk(config) | qwen.qwen_heads(config), 0, zero_centred=True)
     tensors = gguf_files.tensors_of(config, weights)
     file = gguf_files.write(tmp_path / "x.gguf", "qwen35", metadata("qwen35", config, 1), tensors, KINDS.Q4_1)
-    transcode(prepare(file, Options(float32=True)), tmp_path / "new")
+    transcode(prepare(file, GGUFOptions(float32=True)), tmp_path / "new")
     model = mlx_mtp.load_model(tmp_path / "new")
     module = model.layers[0].linear_attn.out_proj
     assert module.bits == 4
@@ -127,7 +127,7 @@ def test_a_file_as_model_is_transcoded_once(step, tmp_path, cache):
 )
 def test_scales_of_a_file_as_model_are_float32_on_a_cpu(step, monkeypatch, metal, dtype, scales):
     monkeypatch.setattr(mx.metal, "is_available", lambda: metal)
-    made = mx.load(str(cached(step[3], Options(dtype=dtype)) / "mtp.safetensors"))
+    made = mx.load(str(cached(step[3], GGUFOptions(dtype=dtype)) / "mtp.safetensors"))
     assert made["model.layers.4.eh_proj.scales"].dtype == scales
 
 
@@ -184,7 +184,7 @@ def coded(tmp_path_factory):
 def test_plans(coded, tmp_path):
     sizes = {}
     for plan in ("exact", "small"):
-        prepared = prepare(coded, Options(plan=plan))
+        prepared = prepare(coded, GGUFOptions(plan=plan))
         rows = {row.kind: row for row in prepared.rows}
         sizes[plan] = prepared.nbytes
         transcode(prepared, tmp_path / plan)
@@ -193,7 +193,7 @@ def test_plans(coded, tmp_path):
             assert rows["IQ4_XS"].form.bits == rows["Q6_K"].form.bits == 8
             assert rows["IQ4_XS"].loss.worst < 8e-4
             assert 1e-3 < rows["Q6_K"].loss.rms < 5e-3
-            exact = {row.kind: row for row in prepare(coded, Options(plan, float32=True)).rows}
+            exact = {row.kind: row for row in prepare(coded, GGUFOptions(plan, float32=True)).rows}
             assert exact["IQ4_XS"].loss is None
         else:
             assert (rows["IQ4_XS"].form.bits, rows["Q6_K"].form.bits) == (5, 6)
@@ -241,10 +241,10 @@ def test_activations(step, tmp_path):
     _, config, arch, tensors = dense("qwen3", tmp_path / "hub")
     file = gguf_files.write(tmp_path / "x.gguf", arch, metadata(arch, config, 0), tensors, KINDS.Q8_0)
     for source, options, dtype in (
-        (file, Options(), mx.float16),
-        (file, Options(float32=True), mx.float32),
-        (file, Options(dtype="bfloat16"), mx.bfloat16),
-        (step[3], Options(), mx.float32),
+        (file, GGUFOptions(), mx.float16),
+        (file, GGUFOptions(float32=True), mx.float32),
+        (file, GGUFOptions(dtype="bfloat16"), mx.bfloat16),
+        (step[3], GGUFOptions(), mx.float32),
     ):
         new = tmp_path / "new"
         prepared = prepare(source, options)

@@ -11,7 +11,7 @@ from sweep import sampled
 
 import mlx_mtp
 from mlx_mtp.checkpoint.gguf.convert import prepare, transcode
-from mlx_mtp.checkpoint.gguf.plan import Options
+from mlx_mtp.checkpoint.gguf.plan import GGUFOptions
 from mlx_mtp.checkpoint.parameters import named
 from mlx_mtp.layers.blocks import is_blocks
 from mlx_mtp.models.gguf.dense import factors
@@ -109,7 +109,7 @@ def test_packed_types_decode_as_transcoded_ones(name, tmp_path):
     _, config, weights = checkpoint(name, tmp_path / "hub")
     file = written(name, tmp_path / "x.gguf", config, weights, gguf_files.KINDS.IQ4_NL)
     for plan in ("packed", "affine"):
-        transcode(prepare(file, Options(plan=plan, float32=True)), tmp_path / plan)
+        transcode(prepare(file, GGUFOptions(plan=plan, float32=True)), tmp_path / plan)
     ours, theirs = (mlx_mtp.load_model(tmp_path / plan, lazy=True) for plan in ("packed", "affine"))
     kinds = {type(module).__name__ for module in ours.modules() if is_blocks(module)}
     assert {"BlockLinear"} < kinds

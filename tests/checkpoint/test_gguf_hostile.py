@@ -13,7 +13,7 @@ from sweep import SWEEP
 
 from mlx_mtp.checkpoint.gguf import header
 from mlx_mtp.checkpoint.gguf.convert import prepare, transcode
-from mlx_mtp.checkpoint.gguf.plan import Options
+from mlx_mtp.checkpoint.gguf.plan import GGUFOptions
 
 CASES = 20_000 if SWEEP else 60
 MOST_GROWTH = 1 << 30  # of the process, in bytes, by all cases
@@ -261,7 +261,7 @@ def test_scales_beyond_float16(tmp_path):
         ValueError, match=r"tensor blk\.0\.attn_q\.weight holds scales beyond float16; use --gguf-exact"
     ):
         transcode(prepare(file), tmp_path / "new")
-    transcode(prepare(file, Options(float32=True)), tmp_path / "new")
+    transcode(prepare(file, GGUFOptions(float32=True)), tmp_path / "new")
     with np.errstate(over="ignore", invalid="ignore"):
         tensors["blk.0.attn_q.weight"] *= 1e6  # the file's own scales, in float16, overflow
         file = gguf_files.write(tmp_path / "y.gguf", arch, metadata(arch, config, 0), tensors, gguf_files.KINDS.Q8_0)

@@ -13,9 +13,9 @@ import mlx_mtp
 from mlx_mtp.checkpoint.gguf import header, plan
 from mlx_mtp.checkpoint.gguf.blocks import PACKED
 from mlx_mtp.checkpoint.gguf.convert import prepare, transcode
-from mlx_mtp.checkpoint.gguf.plan import Options
+from mlx_mtp.checkpoint.gguf.plan import GGUFOptions
 from mlx_mtp.layers.blocks import Blocks
-from mlx_mtp.models.gguf.family import Change
+from mlx_mtp.models.gguf.family import TensorChange
 
 UP = "model.layers.0.mlp.up_proj"
 
@@ -39,14 +39,14 @@ def test_sizes_are_those_of_the_file_and_shown_before(coded):
     assert {kind: row.form.mode for kind, row in rows.items()} == {"IQ4_XS": "iq4_xs", "Q6_K": "q6_k", "F32": ""}
     assert all(row.loss is None and row.after < 1.02 * row.before for kind, row in rows.items() if kind != "F32")
     for choice in ("affine", "exact"):
-        assert prepare(coded, Options(plan=choice)).nbytes > 1.3 * prepared.nbytes
+        assert prepare(coded, GGUFOptions(plan=choice)).nbytes > 1.3 * prepared.nbytes
     stdout = call("inspect", coded).stdout
     assert "Q6_K 66% (0.81 MB, 15 tensors) as q6_k, packed, 0.81 MB" in stdout
     assert "mlx_mtp, not mlx-lm (iq4_xs, q6_k); --gguf-plan affine" in stdout
 
 
 def test_weights_and_memory_are_those_of_the_file(coded, packed, tmp_path):
-    transcode(prepare(dequantized(coded, tmp_path / "plain.gguf"), Options(float32=True)), tmp_path / "plain")
+    transcode(prepare(dequantized(coded, tmp_path / "plain.gguf"), GGUFOptions(float32=True)), tmp_path / "plain")
     plain = dict(mlx_mtp.load_model(tmp_path / "plain", lazy=True).named_modules())
     mx.reset_peak_memory()
     before = mx.get_active_memory()
@@ -108,13 +108,13 @@ def test_which_parameters_stay_packed(coded):
     groups = np.arange(256).reshape(-1, 32)[::-1].reshape(-1)
 
     def modes(change, choice="packed"):
-        forms = (plan._packed((entries[kind],), change, Options(plan=choice)) for kind in entries)
+        forms = (plan._packed((entries[kind],), change, GGUFOptions(plan=choice)) for kind in entries)
         return [form and form.mode for form in forms]
 
-    assert modes(Change()) == ["iq4_nl", "iq4_xs", "q6_k", None]
-    assert modes(Change(columns=groups)) == ["iq4_nl", None, None, None]
-    assert modes(Change(columns=np.arange(256)[::-1])) == [None] * 4
-    assert modes(Change(values=np.abs)) == [None] * 4
+    assert modes(TensorChange()) == ["iq4_nl", "iq4_xs", "q6_k", None]
+    assert modes(TensorChange(columns=groups)) == ["iq4_nl", None, None, None]
+    assert modes(TensorChange(columns=np.arange(256)[::-1])) == [None] * 4
+    assert modes(TensorChange(values=np.abs)) == [None] * 4
     for choice in ("affine", "exact", "small"):
-        assert modes(Change(), choice) == [None] * 4
-    assert plan._packed((entries["Q6_K"], entries["IQ4_XS"]), Change(), Options()) is None
+        assert modes(TensorChange(), choice) == [None] * 4
+    assert plan._packed((entries["Q6_K"], entries["IQ4_XS"]), TensorChange(), GGUFOptions()) is None

@@ -13,7 +13,7 @@ from wheels import download, from_npm
 
 import mlx_mtp
 from mlx_mtp.checkpoint.gguf.convert import prepare, transcode
-from mlx_mtp.checkpoint.gguf.plan import Options
+from mlx_mtp.checkpoint.gguf.plan import GGUFOptions
 from mlx_mtp.checkpoint.gguf.source import open_source
 from mlx_mtp.checkpoint.gguf.tokenizer import make_tokenizer
 from mlx_mtp.layers.blocks import is_blocks
@@ -76,7 +76,7 @@ def test_smollm(tmp_path):
     Their values are then computed in float32: MLX's products in float16 differ on a CPU, whatever the checkpoint.
     """
     file = smollm(tmp_path)
-    model, tokenizer = loaded(file, tmp_path / "exact", Options(float32=True))
+    model, tokenizer = loaded(file, tmp_path / "exact", GGUFOptions(float32=True))
     plain, _ = loaded(dequantized(file, tmp_path / "plain.gguf"), tmp_path / "plain")
     for prompt in PROMPTS[:2]:
         assert text(model, tokenizer, prompt) == text(plain, tokenizer, prompt)
@@ -97,14 +97,14 @@ def test_smollm(tmp_path):
 @pytest.mark.parametrize("plan", MOST_KL)
 def test_gemma(plan, tmp_path):
     file = gemma(tmp_path)
-    model, tokenizer = loaded(file, tmp_path / "new", Options(plan=plan))
+    model, tokenizer = loaded(file, tmp_path / "new", GGUFOptions(plan=plan))
     plain, _ = loaded(dequantized(file, tmp_path / "plain.gguf"), tmp_path / "plain")
     true, found = logprobs(plain, tokenizer), logprobs(model, tokenizer)
     kl = divergence(true, found)
     assert 0 < kl < MOST_KL[plan]
     if plan == "exact":
         assert (true.argmax(axis=-1) == found.argmax(axis=-1)).mean() > 0.98
-        losses = {row.kind: row.loss for row in prepare(file, Options(plan=plan)).rows if row.loss}
+        losses = {row.kind: row.loss for row in prepare(file, GGUFOptions(plan=plan)).rows if row.loss}
         assert set(losses) == {"Q4_K", "Q6_K"}
         assert losses["Q4_K"].worst < 8e-4
         assert losses["Q6_K"].rms < 5e-3
@@ -134,7 +134,7 @@ def coded(folder):
 def test_packed_types(make, mode, count, tmp_path):
     """Gemma's Q6_K, and SmolLM2 in IQ4_NL: the file's own values, in a size like the file's, and the same text."""
     file = make(tmp_path)
-    model, tokenizer = loaded(file, tmp_path / "new", Options(float32=True))
+    model, tokenizer = loaded(file, tmp_path / "new", GGUFOptions(float32=True))
     packed = [module for module in model.modules() if is_blocks(module)]
     assert [module.mode for module in packed] == [mode] * count
     row = next(row for row in prepare(file).rows if row.form.mode == mode)

@@ -10,12 +10,12 @@ from sweep import sampled
 import mlx_mtp
 from mlx_mtp.checkpoint import read_parts
 from mlx_mtp.checkpoint.parameters import named
-from mlx_mtp.ranks.split import Share
+from mlx_mtp.ranks.split import RankShare
 
 SPLIT_BY_ROWS = re.compile(r"(q|k|v|g|gate|up)_proj\.weight$")
 
 
-class Rank(Share):
+class Rank(RankShare):
     """The last of several ranks, without the others."""
 
     def rank(self) -> int:

@@ -6,7 +6,7 @@ import pytest
 
 import mlx_mtp
 from mlx_mtp import grammar
-from mlx_mtp.decoding.replay import ChoiceKind, Kind, Recorder
+from mlx_mtp.decoding.replay import ChoiceKind, Recorder, StepKey
 
 PROMPT, N = [1, 5, 6, 7, 9, 4, 12], 7
 
@@ -64,7 +64,7 @@ def test_replayed_choices_under_a_grammar_are_those_of_the_adapter(models, recor
             found[name] = list(steps(model, 1, grammar=made, max_tokens=20, compile_cycles=True))
         assert found[name] == expected[name]
     kinds = [kind for _, kind in model.runtime.recorder.cycles]
-    for of in (Kind, ChoiceKind):
+    for of in (StepKey, ChoiceKind):
         assert {kind.adapter for kind in kinds if isinstance(kind, of)} == {*alone}
 
 

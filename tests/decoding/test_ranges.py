@@ -8,7 +8,7 @@ from letter_chats import make_tokenizer
 from sweep import sampled
 
 import mlx_mtp
-from mlx_mtp.batch.settings import Settings
+from mlx_mtp.batch.settings import BatchSettings
 from mlx_mtp.checkpoint.load import LOADING
 from mlx_mtp.decoding.drafters import GRAMMAR_DRAFTS
 from mlx_mtp.decoding.ranges import OPTIONS
@@ -68,7 +68,8 @@ def refused(name, value):
 def test_every_option_is_in_a_table():
     of_step = inspect.signature(mlx_mtp.generate_step).parameters.keys()
     of_batch = (
-        inspect.signature(Settings).parameters.keys() | inspect.signature(mlx_mtp.BatchGenerator).parameters.keys()
+        inspect.signature(BatchSettings).parameters.keys()
+        | inspect.signature(mlx_mtp.BatchGenerator).parameters.keys()
     )
     known = OPTIONS.keys() | OTHERS.keys() | CHECKED_ELSEWHERE
     assert of_step - known == set()

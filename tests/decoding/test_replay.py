@@ -281,7 +281,7 @@ def test_cycles_built_without_a_record_are_not_timed(cheap, monkeypatch):
     """They take longer than replayed cycles of their kind."""
     monkeypatch.setattr(replay_module, "OFTEN", 2)
     replay, stats = replay_module.Compiled(Recorder(), CompileChoice(True)), Stats()
-    kind = replay_module.Kind(Plan(), False, 1, 256, None, (), ())
+    kind = replay_module.StepKey(Plan(), False, 1, 256, None, (), ())
     for new, recorded in ((0, False), (1, True)):
         assert (replay.recall(cheap, kind, len, 100, stats) is not None) is recorded
         assert stats.compiled_shapes == new

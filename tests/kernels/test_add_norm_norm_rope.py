@@ -11,7 +11,7 @@ from metal_cases import exact, linux_only
 from mlx_lm.models import rope_utils
 
 from mlx_mtp import emulator
-from mlx_mtp.kernels import Rope, add_norm, add_norm_ref, norm_rope, norm_rope_ref
+from mlx_mtp.kernels import RopeArguments, add_norm, add_norm_ref, norm_rope, norm_rope_ref
 
 F16, BF16, F32 = mx.float16, mx.bfloat16, mx.float32
 EPS = 1e-5
@@ -118,7 +118,7 @@ def freqs(dims: int) -> mx.array:
     return mx.exp(mx.arange(dims // 2) * (9 / dims)) * (1 + mx.arange(dims // 2) % 3)
 
 
-def rotated(x: np.ndarray, rope: Rope, offset: int) -> np.ndarray:
+def rotated(x: np.ndarray, rope: RopeArguments, offset: int) -> np.ndarray:
     """Return [1, L, H, D] transposed to [1, H, L, D] and rotated, in float64."""
     half, x = rope.dims // 2, x.swapaxes(1, 2).copy()
     if rope.freqs is not None:
@@ -147,12 +147,12 @@ def heads(L, D, dtype, wide=0, weights=None):
 
 
 CASES = [
-    (BF16, 128, 4, 7, True, Rope(128, base=1e6)),
-    (F32, 192, 3, 131072, True, Rope(64, traditional=True, base=5e6, scale=0.25)),
-    (F32, 80, 2, 131072, False, Rope(80, base=1e4)),
-    (F32, 80, 5, 0, False, Rope(64, traditional=True, base=1e4)),
-    (F16, 64, 3, 40000, False, Rope(64, traditional=True, freqs=freqs(64), mscale=1.19)),
-    (BF16, 6, 4, 131072, True, Rope(4, base=1e4)),
+    (BF16, 128, 4, 7, True, RopeArguments(128, base=1e6)),
+    (F32, 192, 3, 131072, True, RopeArguments(64, traditional=True, base=5e6, scale=0.25)),
+    (F32, 80, 2, 131072, False, RopeArguments(80, base=1e4)),
+    (F32, 80, 5, 0, False, RopeArguments(64, traditional=True, base=1e4)),
+    (F16, 64, 3, 40000, False, RopeArguments(64, traditional=True, freqs=freqs(64), mscale=1.19)),
+    (BF16, 6, 4, 131072, True, RopeArguments(4, base=1e4)),
 ]
 
 
@@ -183,7 +183,7 @@ def test_norm_and_rotation(dtype, D, L, offset, norm, rope):
 def test_position_0_leaves_the_norm(dtype, D):
     q, k, weights = heads(1, D, dtype)
     with emulator.emulated():
-        got = norm_rope(q, k, 0, Rope(D, base=1e4), **weights)
+        got = norm_rope(q, k, 0, RopeArguments(D, base=1e4), **weights)
     for x, name, y in zip((q, k), ("q_weight", "k_weight"), got, strict=True):
         assert same_bits(y[:, :, 0], normed_in_order(x, weights[name], EPS, 64 if D > 128 else 32)[:, 0])
 
@@ -192,7 +192,7 @@ def test_position_0_leaves_the_norm(dtype, D):
 def test_position_0_leaves_the_product_with_mscale():
     """Both factors and their product have the rows' type, as in mlx-lm."""
     q, k, _ = heads(1, 64, F16)
-    rope = Rope(48, freqs=freqs(48), mscale=1.1906)
+    rope = RopeArguments(48, freqs=freqs(48), mscale=1.1906)
     with emulator.emulated():
         got = norm_rope(q, k, 0, rope)
     assert all(map(same_bits, got, norm_rope_ref(q, k, 0, rope)))
@@ -202,7 +202,7 @@ def test_position_0_leaves_the_product_with_mscale():
 @pytest.mark.parametrize(("dtype", "contraction", "norm"), [(BF16, "fast", True), (F32, "off", False)])
 def test_a_row_of_heads_has_the_bits_it_has_alone(dtype, contraction, norm):
     q, k, weights = heads(16, 80, dtype, weights=F32)
-    rope, more = Rope(64, base=1e4), weights if norm else {}
+    rope, more = RopeArguments(64, base=1e4), weights if norm else {}
     with emulator.emulated(emulator.Options(fp_contract=contraction)):
         together = norm_rope(q, k, 1000, rope, **more)
         for row in (0, 7, 8, 15):
@@ -217,9 +217,9 @@ def test_a_row_of_heads_has_the_bits_it_has_alone(dtype, contraction, norm):
 def test_weights_of_another_type_decide_the_result():
     q, k, weights = heads(2, 32, BF16, weights=F32)
     with emulator.emulated(emulator.Options(fp_contract="fast")) as launches:
-        got = norm_rope(q, k, 3, Rope(32, base=1e4), **weights)
+        got = norm_rope(q, k, 3, RopeArguments(32, base=1e4), **weights)
     assert len(launches) == 1
-    want = norm_rope_ref(q, k, 3, Rope(32, base=1e4), **weights)
+    want = norm_rope_ref(q, k, 3, RopeArguments(32, base=1e4), **weights)
     for y, w in zip(got, want, strict=True):
         assert y.dtype == w.dtype == F32
         assert np.abs(exact(y) - exact(w)).max() < 2e-6
@@ -245,7 +245,7 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0, "m
 def test_modules_are_read(scaling, traditional):
     """The reference has the bits of the module for every row."""
     module = rope_utils.initialize_rope(32, 1e4, traditional, scaling, 512)
-    rope = Rope.of(module)
+    rope = RopeArguments.of(module)
     assert rope is not None
     q, k, _ = heads(3, 48, BF16)
     got = norm_rope_ref(q, k, 60, rope)
@@ -258,21 +258,23 @@ def test_other_modules_are_not_read():
     class Other(nn.RoPE):
         pass
 
-    assert Rope.of(rope_utils.initialize_rope(32, 1e4, False, {"type": "dynamic", "factor": 2.0}, 512)) is None
-    assert Rope.of(Other(32)) is None
-    assert Rope.of(nn.Linear(2, 2)) is None
+    assert (
+        RopeArguments.of(rope_utils.initialize_rope(32, 1e4, False, {"type": "dynamic", "factor": 2.0}, 512)) is None
+    )
+    assert RopeArguments.of(Other(32)) is None
+    assert RopeArguments.of(nn.Linear(2, 2)) is None
 
 
 @linux_only
 def test_views_are_read_without_a_copy():
     q, k, weights = heads(2, 64, BF16)
     spread = [mx.repeat(weights[name], 2)[::2] for name in ("q_weight", "k_weight")]
-    odd, even, rope = q.astype(F16)[..., 1::2], k.astype(F16)[..., ::2], Rope(32, freqs=freqs(32))
+    odd, even, rope = q.astype(F16)[..., 1::2], k.astype(F16)[..., ::2], RopeArguments(32, freqs=freqs(32))
     with emulator.emulated():
-        got = norm_rope(q, k, 9, Rope(64, base=1e4), q_weight=spread[0], k_weight=spread[1], eps=EPS)
-        want = norm_rope(mx.contiguous(q), mx.contiguous(k), 9, Rope(64, base=1e4), **weights)
+        got = norm_rope(q, k, 9, RopeArguments(64, base=1e4), q_weight=spread[0], k_weight=spread[1], eps=EPS)
+        want = norm_rope(mx.contiguous(q), mx.contiguous(k), 9, RopeArguments(64, base=1e4), **weights)
         assert all(map(same_bits, got, want))
-        got = norm_rope(odd, even, 9, Rope(32, freqs=mx.repeat(freqs(32), 3)[::3]))
+        got = norm_rope(odd, even, 9, RopeArguments(32, freqs=mx.repeat(freqs(32), 3)[::3]))
         want = norm_rope(mx.contiguous(odd), mx.contiguous(even), 9, rope)
         assert all(map(same_bits, got, want))
 
@@ -280,7 +282,7 @@ def test_views_are_read_without_a_copy():
 @linux_only
 def test_sequences_have_their_own_positions():
     q, k, weights = heads(6, 128, BF16)
-    q, k, rope = q.reshape(3, 2, 3, 128), k.reshape(3, 2, 2, 128), Rope(64, base=1e4)
+    q, k, rope = q.reshape(3, 2, 3, 128), k.reshape(3, 2, 2, 128), RopeArguments(64, base=1e4)
     with emulator.emulated() as launches:
         got = norm_rope(q, k, mx.array([5, 900, 0]), rope, **weights)
         each = [norm_rope(q[i : i + 1], k[i : i + 1], at, rope, **weights) for i, at in enumerate((5, 900, 0))]
@@ -290,7 +292,7 @@ def test_sequences_have_their_own_positions():
 
 @linux_only
 def test_heads_that_the_kernel_does_not_support():
-    rope = Rope(32, base=1e4)
+    rope = RopeArguments(32, base=1e4)
     q, k, _ = heads(2, 260, F32)
     both = mx.concatenate([q, q]), mx.concatenate([k, k])
     with emulator.emulated() as launches:
@@ -305,11 +307,11 @@ def test_heads_that_the_kernel_does_not_support():
 
 def test_what_is_refused():
     q, k, weights = heads(2, 32, F32)
-    rope = Rope(32, base=1e4)
+    rope = RopeArguments(32, base=1e4)
     with pytest.raises(ValueError, match=r"they must be \[B, L, heads, values\], of one B and L"):
         norm_rope(q[:, :1], k, 0, rope)
     with pytest.raises(ValueError, match=r"rope\.dims is 64; it must be at most 32, the values of a head"):
-        norm_rope(q, k, 0, Rope(64, base=1e4), head_dim=32)
+        norm_rope(q, k, 0, RopeArguments(64, base=1e4), head_dim=32)
     with pytest.raises(ValueError, match="head_dim is 33; it must be from 32, the rotated values, to 32, the values"):
         norm_rope(q, k, 0, rope, head_dim=33)
     with pytest.raises(ValueError, match="only one of q_weight and k_weight is given"):

@@ -15,7 +15,7 @@ from mlx_mtp.bench.kernels_cases import SMALL
 from mlx_mtp.emulator import compile as compiling
 from mlx_mtp.emulator.faults import numbered
 from mlx_mtp.kernels import _source, source_bytes, verify_qmm
-from mlx_mtp.kernels._text import Line, code_lines, defined_name, definitions, kernel_text, used
+from mlx_mtp.kernels._text import CodeLine, code_lines, defined_name, definitions, kernel_text, used
 
 DIRECTORY = _source.DIRECTORY
 FILES = {path.name: path.read_text() for path in sorted(DIRECTORY.iterdir()) if path.suffix in (".h", ".metal")}
@@ -87,7 +87,7 @@ def test_every_definition_has_its_name():
     names = {defined_name(each) for each in EVERY}
     assert {"UNROLL", "Format", "gathered_products", "COLUMNS", "Fragment", "Sight", "RowSum", "swiglu"} <= names
     assert all(re.search(rf"\b{name}\b", "".join(FILES.values())) for name in names - {""})
-    assert defined_name([Line("", 1, "#include <metal_simdgroup_matrix>")]) == ""  # always kept
+    assert defined_name([CodeLine("", 1, "#include <metal_simdgroup_matrix>")]) == ""  # always kept
     assert tokens("\n".join(line.code for each in EVERY for line in each)) == tokens("\n".join(map(code_of, HEADERS)))
 
 

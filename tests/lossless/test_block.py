@@ -16,10 +16,10 @@ from mlx_mtp.decoding.drafters.block import Block
 from mlx_mtp.decoding.run import Drafts
 from mlx_mtp.lossless import check
 from mlx_mtp.lossless.block import block_alternatives, right_block, wired
-from mlx_mtp.lossless.check import Settings, Verdict, _kept, conclude, examine_block, verify
+from mlx_mtp.lossless.check import CheckSettings, Verdict, _kept, conclude, examine_block, verify
 from mlx_mtp.lossless.compare import Comparison, Reference, compare, ways
 from mlx_mtp.lossless.heads import Known
-from mlx_mtp.lossless.prompts import Prompt
+from mlx_mtp.lossless.prompts import NamedPrompt
 from mlx_mtp.lossless.rounding_judge import OnePass
 
 K = trained_block.BLOCK
@@ -36,7 +36,7 @@ def verdict_on(model, count=1, **settings):
     passes = [OnePass(model, trained.text(seed)) for seed in range(1000, 1000 + count)]
     texts = [Known.of(p.tokens, p.hidden, p.predicted) for p in passes]
     verdict = Verdict("float32")
-    examine_block(model, texts, Settings(K, **settings), verdict, lambda *_: None, masks=MASKS)
+    examine_block(model, texts, CheckSettings(K, **settings), verdict, lambda *_: None, masks=MASKS)
     conclude(model, verdict)
     return verdict
 
@@ -162,7 +162,7 @@ def test_a_loop_that_drafts_worse_than_from_the_whole_text_is_found(right_models
     model = right_models[kind]
     own = model.drafter
     prompts = [
-        Prompt(str(seed), trained.text(seed, 12), stops=False) for seed in range(2000, 2004 if SWEEP else 2001)
+        NamedPrompt(str(seed), trained.text(seed, 12), stops=False) for seed in range(2000, 2004 if SWEEP else 2001)
     ]
     references = [Reference(model, prompt, 48, ()) for prompt in prompts]
     passes = [r.one_pass for r in references]
@@ -193,8 +193,8 @@ class Letters:
 
 def test_the_command_checks_a_block_drafter(right_models, monkeypatch):
     model = right_models["dflash2"]
-    monkeypatch.setattr(check, "built_in", lambda *_: [Prompt("p", trained.text(7, 20), stops=False)])
-    quick = Settings(K, max_tokens=16, draws=2, adaptive=False, lookup=False, diagnose=False)
+    monkeypatch.setattr(check, "built_in", lambda *_: [NamedPrompt("p", trained.text(7, 20), stops=False)])
+    quick = CheckSettings(K, max_tokens=16, draws=2, adaptive=False, lookup=False, diagnose=False)
     verdict = verify(model, Letters(), quick, lambda *_: None)
     assert verdict.broken == []
     assert len(verdict.agreement) == K

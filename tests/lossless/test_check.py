@@ -13,9 +13,9 @@ from mlx_mtp.cache.prompt_cache import PromptCache
 from mlx_mtp.cache.ring import Ring
 from mlx_mtp.decoding import prefill, sampling, step
 from mlx_mtp.lossless import check, prompts, rounding_judge
-from mlx_mtp.lossless.check import Settings, Verdict, conclude, verify
+from mlx_mtp.lossless.check import CheckSettings, Verdict, conclude, verify
 from mlx_mtp.lossless.compare import PLAIN, Comparison, Reference, Way, compare, compare_one_pass, drift, ways
-from mlx_mtp.lossless.prompts import Prompt, built_in, document, lengths
+from mlx_mtp.lossless.prompts import NamedPrompt, built_in, document, lengths
 from mlx_mtp.lossless.rounding_judge import PASSES, OnePass
 from mlx_mtp.lossless.wirings import Better
 
@@ -46,7 +46,7 @@ def model(tiny_models):
 @pytest.fixture(scope="module")
 def references(model):
     """References without drafts and without a fault; the rings of 40 slots wrap in all of them."""
-    return [Reference(model, Prompt("p", [1, 2, 3, 4, seed] * 5, stops=False), SHORT, ()) for seed in range(3)]
+    return [Reference(model, NamedPrompt("p", [1, 2, 3, 4, seed] * 5, stops=False), SHORT, ()) for seed in range(3)]
 
 
 def found(references, way: Way) -> Comparison:
@@ -69,7 +69,7 @@ def quiet(stage: str, done: int, total: int) -> None:
 def test_a_correct_product_passes(model, monkeypatch):
     texts = {"prose": prompts.BUILT_IN["texts"]["prose"]}
     monkeypatch.setattr(prompts, "BUILT_IN", {**prompts.BUILT_IN, "texts": texts})
-    verdict = verify(model, Letters(), Settings(3, max_tokens=4, draws=5, diagnose=False), quiet)
+    verdict = verify(model, Letters(), CheckSettings(3, max_tokens=4, draws=5, diagnose=False), quiet)
     names = ["one pass", "1 draft", "2 drafts", "3 drafts", "lookups", "p_min", "adaptive"]
     assert [c.way for c in verdict.greedy] == names
     assert [c.way for c in verdict.sampled] == ["3 drafts, coupled", "3 drafts, greedy", "adaptive, coupled"]
@@ -171,9 +171,9 @@ def test_a_wrong_cache_changes_logprobs_before_tokens(references, monkeypatch):
 
 
 def test_an_output_past_its_stop_token_is_found(model, monkeypatch):
-    reference = Reference(model, Prompt("p", [1, 2, 3]), NEW, stops=())
+    reference = Reference(model, NamedPrompt("p", [1, 2, 3]), NEW, stops=())
     stop = reference.text[NEW // 2]
-    reference = Reference(model, Prompt("p", [1, 2, 3]), NEW, stops=(stop,))
+    reference = Reference(model, NamedPrompt("p", [1, 2, 3]), NEW, stops=(stop,))
     assert reference.text[-1] == stop
     assert not found([reference], all_ways()[2]).differences
     monkeypatch.setattr(StopSequences.Matcher, "advance", lambda *_: False)
@@ -188,7 +188,7 @@ def test_wrong_plain_output_is_found(model, monkeypatch):
     comparison = Comparison("one pass")
     for seed in range(3):
         if not comparison.diverged:
-            compare_one_pass(Reference(model, Prompt("p", [1, 2, 3, 4, seed], stops=False), NEW, ()), comparison)
+            compare_one_pass(Reference(model, NamedPrompt("p", [1, 2, 3, 4, seed], stops=False), NEW, ()), comparison)
     assert comparison.diverged
 
 
@@ -196,7 +196,7 @@ def test_wrong_plain_output_is_found(model, monkeypatch):
 def drawn(model):
     plain = PLAIN.sampled(0.8, 3, "coupled")
     return [
-        Reference(model, Prompt("p", [1, 2, seed] * 9, stops=False), SHORT, (), plain)
+        Reference(model, NamedPrompt("p", [1, 2, seed] * 9, stops=False), SHORT, (), plain)
         for seed in range(5 if SWEEP else 2)
     ]
 
@@ -238,7 +238,7 @@ def other_twin(model, hidden, position, drafts, members, *masks):
 
 
 def test_the_comparison_continues_after_a_near_tie(twins, monkeypatch):
-    texts = (Reference(twins, Prompt("p", [1, 2, seed], stops=False), SHORT, ()) for seed in range(4, 10))
+    texts = (Reference(twins, NamedPrompt("p", [1, 2, seed], stops=False), SHORT, ()) for seed in range(4, 10))
     reference = next(r for r in texts if r.text[1:].count(4) > 3)
     fours = [i for i, token in enumerate(reference.text) if token == 4 and i]
     monkeypatch.setattr(step, "pick", other_twin)

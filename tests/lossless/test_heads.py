@@ -11,10 +11,10 @@ from sweep import SWEEP, paired, sampled
 import mlx_mtp
 from mlx_mtp.decoding.drafters.heads import Heads
 from mlx_mtp.decoding.run import Drafts
-from mlx_mtp.lossless.check import Settings, Verdict, _kept, conclude, examine
+from mlx_mtp.lossless.check import CheckSettings, Verdict, _kept, conclude, examine
 from mlx_mtp.lossless.compare import Comparison, Reference, compare, ways
 from mlx_mtp.lossless.heads import Known, right
-from mlx_mtp.lossless.prompts import Prompt
+from mlx_mtp.lossless.prompts import NamedPrompt
 from mlx_mtp.lossless.rounding_judge import OnePass
 
 FEW_TEXTS = 3 if SWEEP else 1
@@ -36,7 +36,7 @@ def verdict_on(model, count):
         one_pass = OnePass(model, trained.text(seed))
         texts.append(Known.of(one_pass.tokens, one_pass.hidden, one_pass.predicted))
     verdict = Verdict("float32")
-    examine(model, texts, Settings(2), verdict, lambda *_: None)
+    examine(model, texts, CheckSettings(2), verdict, lambda *_: None)
     conclude(model, verdict)
     return verdict
 
@@ -194,7 +194,7 @@ PAIRS = paired(LOOPS, trained.NAMES[::2])
 def test_a_loop_that_drafts_worse_than_its_heads_is_found(right_models, monkeypatch, name, plant):
     model, _ = right_models[name]
     prompts = [
-        Prompt(str(seed), trained.text(seed, 12), stops=False) for seed in range(2000, 2004 if SWEEP else 2001)
+        NamedPrompt(str(seed), trained.text(seed, 12), stops=False) for seed in range(2000, 2004 if SWEEP else 2001)
     ]
     references = [Reference(model, prompt, 48, ()) for prompt in prompts]
     k = len(model.mtp)

@@ -7,9 +7,9 @@ from sweep import sweep
 
 import mlx_mtp
 from mlx_mtp.lossless import check
-from mlx_mtp.lossless.check import Settings, verify
+from mlx_mtp.lossless.check import CheckSettings, verify
 
-QUICK = Settings(2, max_tokens=16, draws=6, adaptive=False, lookup=False)
+QUICK = CheckSettings(2, max_tokens=16, draws=6, adaptive=False, lookup=False)
 
 
 class Letters:

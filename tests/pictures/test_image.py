@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mlx_mtp.pictures import library
 from mlx_mtp.pictures.header import read_head, stated_head
-from mlx_mtp.pictures.image import TURNS, Limits, from_base64, from_data_url, open_image
+from mlx_mtp.pictures.image import TURNS, PictureLimits, from_base64, from_data_url, open_image
 
 pytest.importorskip("PIL", reason="needs Pillow: the extra vision, or test")
 from PIL import Image, ImageFile, ImageOps
@@ -257,7 +257,7 @@ def test_pillow_s_own_limit_is_one_line_too(recwarn):
 )
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 def test_files_whose_decoders_need_more_memory_have_a_limit_of_their_own(form, options, refused, mode):
-    data, limits = saved(NOISE.convert(mode), form, **options), Limits(pixels=24 * 40, costly=24 * 40 - 1)
+    data, limits = saved(NOISE.convert(mode), form, **options), PictureLimits(pixels=24 * 40, costly=24 * 40 - 1)
     if not refused:
         assert open_image(data, limits).size == (24, 40)
         return
@@ -266,7 +266,7 @@ def test_files_whose_decoders_need_more_memory_have_a_limit_of_their_own(form, o
 
 
 def test_limits_of_bytes(tmp_path):
-    data, limits = saved(NOISE, "PNG"), Limits(nbytes=100)
+    data, limits = saved(NOISE, "PNG"), PictureLimits(nbytes=100)
     (tmp_path / "a.png").write_bytes(data)
     text = base64.b64encode(data).decode()
     for source in (data, tmp_path / "a.png", f"data:image/png;base64,{text}"):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_mtp.pictures import image as opening
-from mlx_mtp.pictures.image import BLOCK, STRIP, Interrupted, open_image
+from mlx_mtp.pictures.image import BLOCK, STRIP, DecodingInterrupted, open_image
 from mlx_mtp.pictures.parts import MOST_PARTS, MOST_SCANS, essential, turn_of
 
 pytest.importorskip("PIL", reason="needs Pillow: the extra vision, or test")
@@ -170,7 +170,7 @@ def test_decoding_can_be_ended_between_small_pieces(form):
         def check(left=left):
             left[0] -= 1
             if left[0] < 0:
-                raise Interrupted("gone")
+                raise DecodingInterrupted("gone")
 
         with pytest.raises(ValueError, match=r"^picture 1: gone$"):
             open_image(data, check=check)

@@ -12,7 +12,7 @@ from mlx_mtp.bench.roofline.links import AGREEMENT, LINKS, collectives, over_lin
 from mlx_mtp.bench.roofline.models import MODELS, of_port
 from mlx_mtp.checkpoint.inspect import as_text, inspect_checkpoint
 from mlx_mtp.decoding.stats import Stats
-from mlx_mtp.ranks.split import Share
+from mlx_mtp.ranks.split import RankShare
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def gathered(monkeypatch):
 
 
 def test_a_cycle_has_two_sums_a_layer_and_one_message_with_drafts_and_without(path, gathered):
-    model, ops = mlx_mtp.load_model(path, tensor_group=Share(2)), of_port(mlx_mtp.load_model(path, lazy=True), 2)
+    model, ops = mlx_mtp.load_model(path, tensor_group=RankShare(2)), of_port(mlx_mtp.load_model(path, lazy=True), 2)
     for k in (0, 3):
         counts = []
         for n in (2, 6):

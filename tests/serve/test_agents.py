@@ -20,7 +20,7 @@ from mlx_mtp.decoding.stats import Stats
 from mlx_mtp.serve import engine
 from mlx_mtp.serve.answer import Splitter
 from mlx_mtp.serve.app import WARNING, Service, application
-from mlx_mtp.serve.engine import Engine, Limits
+from mlx_mtp.serve.engine import Engine, JobLimits
 from mlx_mtp.serve.fields import ModelInfo
 from mlx_mtp.serve.guard import Rules
 from mlx_mtp.serve.job import Begun, End
@@ -54,7 +54,7 @@ class Scripted:
         monkeypatch.setattr(engine, "QUIET", 1e9)  # no prefill between requests
         batch = SimpleNamespace(step=lambda: None, close=lambda: None)
         served = SimpleNamespace(ranks=None, batch=batch, tree=SimpleNamespace(decoded=True))
-        self.engine = Engine(lambda: served, Limits(), store=lambda served: None)
+        self.engine = Engine(lambda: served, JobLimits(), store=lambda served: None)
         self.service = Service(self.engine, Metrics(self.engine), Rules())
         self.service.info = ModelInfo(
             ("demo",), self.tokenizer, marks_of(self.tokenizer), 1 << 20, None, {}, {}, turns=False, created=0

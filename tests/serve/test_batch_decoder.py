@@ -13,7 +13,7 @@ import mlx_mtp
 from mlx_mtp.batch.generator import BatchGenerator
 from mlx_mtp.serve.batch_decoder import BatchDecoder
 from mlx_mtp.serve.engine import Engine
-from mlx_mtp.serve.job import DecodeRequest, End, Failed, Job, Served
+from mlx_mtp.serve.job import DecodeRequest, End, Job, RequestFailed, Served
 from mlx_mtp.serve.prefixes import Chunking, PrefixTree
 
 OPTIONS = {"num_draft_tokens": 2, "adaptive": False}
@@ -52,7 +52,7 @@ class Client:
         if len(self.text) == self.n:
             self.n = -1
             self.act()
-        if isinstance(event, (End, Failed)):
+        if isinstance(event, (End, RequestFailed)):
             self.finished.set()
 
 
@@ -99,7 +99,7 @@ def test_eight_texts_equal_those_decoded_alone(engine, tiny_models):
         assert end.stats.drafted == [end.stats.cycles] * 2
         assert 1 < end.stats.tokens_per_cycle <= 3 or not sum(end.stats.accepted)
         assert end.stats.decode_time > 0
-    assert not any(isinstance(event, (End, Failed)) for event in gone.events)
+    assert not any(isinstance(event, (End, RequestFailed)) for event in gone.events)
     logprobs = [one for event in clients[5].events for one in getattr(event, "logprobs", ())]
     assert len(logprobs) == len(clients[5].text)
     assert {len(one.top) for one in logprobs} == {2}
@@ -169,7 +169,7 @@ def test_a_job_whose_logits_processor_raises_fails_alone(engine, tiny_models, mo
     ]
     engine.submit([client.job for client in clients])
     assert all(client.finished.wait(20) for client in clients)
-    assert [type(client.events[-1]) for client in clients] == [End, Failed, End]
+    assert [type(client.events[-1]) for client in clients] == [End, RequestFailed, End]
     assert clients[1].events[-1].message == "ZeroDivisionError: of its own"
     for client in clients[::2]:
         assert client.text == alone(tiny_models(vocab_size=40, **tiny.TWO_LAYERS)[0], client.job.request)

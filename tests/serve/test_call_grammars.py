@@ -17,8 +17,8 @@ from mlx_mtp import grammar
 from mlx_mtp.grammar import Gate
 from mlx_mtp.serve.answer import Splitter, calls_of, text_of
 from mlx_mtp.serve.frames import frames_of
-from mlx_mtp.serve.structured import Output
-from mlx_mtp.serve.tool_calls.grammars import Offer, call_grammar, call_mark, object_schema
+from mlx_mtp.serve.structured import RequiredOutput
+from mlx_mtp.serve.tool_calls.grammars import OfferedTools, call_grammar, call_mark, object_schema
 from mlx_mtp.serve.tool_calls.schema import Tools
 from mlx_mtp.serve.tool_calls.table import BY_PARSER, PYTHONIC_PLAIN, format_of
 from mlx_mtp.serve.tool_choice import ToolChoice, call_output
@@ -60,7 +60,7 @@ def offer(*schemas, one=False, forced=True, strict=None):
     """The tools "write", "write_all" and so on with these schemas of their arguments."""
     named = zip(("write", "write_all", "run"), schemas, strict=False)
     tools = Tools([{"function": {"name": name, "parameters": schema}} for name, schema in named])
-    return Offer(tools, forced, one, tools.names if strict is None else strict)
+    return OfferedTools(tools, forced, one, tools.names if strict is None else strict)
 
 
 def tools_of(offer):
@@ -283,7 +283,7 @@ def test_instead_of_content_an_answer_may_be_a_call(renderer, frames, strict, re
     schema = {"type": "object", "properties": {"text": {"enum": ["x", "y"]}}}
     tools = tools_of(offer(schema, schema))
     info = SimpleNamespace(tokenizer=PLAIN, tool_format=format_named(NAMES[renderer]), frames=frames)
-    content, warnings = Output(grammar.regex("[0-9]"), "response_format", "response_format"), []
+    content, warnings = RequiredOutput(grammar.regex("[0-9]"), "response_format", "response_format"), []
     choice = ToolChoice(tools, strict=("write",) if strict else ())
     found = call_output(info, choice, content, warnings)
     assert len(warnings) == (strict and not restricted)

@@ -17,7 +17,7 @@ from mlx_mtp.serve import connection
 from mlx_mtp.serve.app import ActiveRequest
 from mlx_mtp.serve.connection import CHUNKS, MOST_PIPELINED
 from mlx_mtp.serve.job import Prefilled
-from mlx_mtp.serve.limits import Limits
+from mlx_mtp.serve.limits import JobLimits
 
 HOST = b"Host: localhost\r\n"
 CHAT = b"POST /v1/chat/completions HTTP/1.1\r\n" + HOST + b"Content-Type: application/json\r\n"
@@ -31,7 +31,7 @@ POSTED = CHAT + b"Content-Length: %d\r\n" % len(HI)
 @pytest.fixture(scope="module")
 def address(one_layer):
     """The address of a real server, for at most 64 connections."""
-    with listening(one_layer.app, Limits(1, 0)) as url:
+    with listening(one_layer.app, JobLimits(1, 0)) as url:
         yield urlsplit(url).hostname, urlsplit(url).port
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from mlx_mtp.serve import engine as engines
 from mlx_mtp.serve.endings import FinishedJobs
-from mlx_mtp.serve.engine import Engine, Limits, QueueFull
-from mlx_mtp.serve.job import DecodeRequest, End, Failed, Job
+from mlx_mtp.serve.engine import Engine, JobLimits, QueueFull
+from mlx_mtp.serve.job import DecodeRequest, End, Job, RequestFailed
 
 SERVED = types.SimpleNamespace(ranks=None, batch=None, files=None, tree=types.SimpleNamespace(decoded=False))
 
@@ -46,7 +46,7 @@ def engine(steps):
     made = []
 
     def make(load=lambda: SERVED, store=lambda served: None, **limits):
-        made.append(Engine(load=load, limits=Limits(**limits), store=store))  # type: ignore[arg-type]
+        made.append(Engine(load=load, limits=JobLimits(**limits), store=store))  # type: ignore[arg-type]
         made[-1].thread.start()
         return made[-1]
 
@@ -68,7 +68,7 @@ class Client(list):
 
     def take(self, event):
         self.append(event)
-        if event == "end" or isinstance(event, (End, Failed)):
+        if event == "end" or isinstance(event, (End, RequestFailed)):
             self.finished.set()
 
 
@@ -97,7 +97,7 @@ def test_an_exception_ends_one_job_only(engine, steps):
     one = engine()
     clients = submit(one, [1, 1, -1], [2, 2, -2], [3, 3, 3])
     wait(clients)
-    assert [type(c[0]) for c in clients[:2]] == [Failed, Failed]
+    assert [type(c[0]) for c in clients[:2]] == [RequestFailed, RequestFailed]
     assert [c[0].status for c in clients[:2]] == [500, 400]
     assert clients[2] == ["end"]
     wait(submit(one, [4]))
@@ -142,7 +142,7 @@ def test_a_full_queue_and_an_ending_engine_refuse_requests(engine, steps):
     one.stop(0)
     steps.hold.set()
     one.thread.join(5)
-    assert [type(c[-1]) for c in clients[1:]] == [Failed, Failed]
+    assert [type(c[-1]) for c in clients[1:]] == [RequestFailed, RequestFailed]
     with pytest.raises(QueueFull):
         submit(one, [5])
 
@@ -239,7 +239,7 @@ def test_a_client_whose_events_fail_is_cancelled(engine, steps):
     while not gone.job.finished:
         time.sleep(0.001)
     assert other == ["end"]
-    assert [type(event) for event in gone] == [str, Failed]
+    assert [type(event) for event in gone] == [str, RequestFailed]
 
 
 def test_a_failed_reload_fails_the_queued_requests(engine, steps):
@@ -258,5 +258,5 @@ def test_a_failed_reload_fails_the_queued_requests(engine, steps):
             time.sleep(0.01)
         (client,) = submit(one, [1])
         wait([client])
-        assert [event.status for event in client if isinstance(event, Failed)] == ([status] if status else [])
+        assert [event.status for event in client if isinstance(event, RequestFailed)] == ([status] if status else [])
     assert one.error is None

@@ -23,8 +23,8 @@ from mlx_mtp.serve import engine as engines
 from mlx_mtp.serve.answer import TextPart
 from mlx_mtp.serve.app import application
 from mlx_mtp.serve.batch_decoder import BatchDecoder
-from mlx_mtp.serve.engine import Engine, Limits
-from mlx_mtp.serve.job import DecodeRequest, End, Failed, Job, Served
+from mlx_mtp.serve.engine import Engine, JobLimits
+from mlx_mtp.serve.job import DecodeRequest, End, Job, RequestFailed, Served
 from mlx_mtp.serve.prefixes import Chunking, PrefixTree
 from mlx_mtp.serve.preparation import Preparations
 from mlx_mtp.serve.server import Loaded
@@ -79,7 +79,7 @@ def until(found, seconds=30) -> None:
 
 def run(load, requests, calls: Calls) -> list[Client]:
     """Run two requests at once, then one, then one more; the model is loaded again for each group."""
-    engine = Engine(load, Limits(idle_unload=0.001), store=lambda served: None)
+    engine = Engine(load, JobLimits(idle_unload=0.001), store=lambda served: None)
     with calls.watched():
         engine.thread.start()
     until(lambda: engine.state != "loading")
@@ -107,7 +107,7 @@ def check(clients: list[Client], texts: list[str], calls: Calls) -> None:
     assert len(lost) <= (0 if background else 2 if shared else 1)
     for client, text in zip(clients, texts, strict=True):
         assert text.startswith(client.text) if client.failed else client.text == text
-        assert not client.failed or not client.events or isinstance(client.events[-1], Failed)
+        assert not client.failed or not client.events or isinstance(client.events[-1], RequestFailed)
 
 
 class OtherRanks:

@@ -9,7 +9,17 @@ from api_bodies import APIS, HI
 from sweep import sampled
 
 from mlx_mtp.serve.field_table import FIELDS
-from mlx_mtp.serve.fields import MAX_MESSAGE, MAX_WORD, MOST_STOPS, OTHERS, SIZES, TOOL, Refused, Size, check_size
+from mlx_mtp.serve.fields import (
+    MAX_MESSAGE,
+    MAX_WORD,
+    MOST_STOPS,
+    OTHERS,
+    SIZES,
+    TOOL,
+    FieldSize,
+    Refused,
+    check_size,
+)
 from mlx_mtp.serve.ollama_fields import CHAT, GENERATE, SAMPLING, SYSTEM
 from mlx_mtp.serve.structured import check_text
 from mlx_mtp.serve.token_rules import Completions
@@ -89,7 +99,7 @@ def test_the_page_lists_the_sizes():
     rows = re.findall(
         r"^\| (.*?) \| ([\d,]+) \| ([\d,]+|the body and the context) \| ([\d,]+) \|$", PAGE, re.MULTILINE
     )
-    sizes = [Size(*(None if n[0] == "t" else int(n.replace(",", "")) for n in row[1:])) for row in rows]
+    sizes = [FieldSize(*(None if n[0] == "t" else int(n.replace(",", "")) for n in row[1:])) for row in rows]
     found = {name: size for row, size in zip(rows, sizes, strict=True) for name in re.findall(r"`(\w+)`", row[0])}
     assert found == {**SIZES, "tools": TOOL}
     assert [size for row, size in zip(rows, sizes, strict=True) if "other" in row[0]] == [OTHERS]
@@ -107,8 +117,8 @@ def test_the_page_lists_the_sizes():
 )  # fmt: skip
 def test_sizes_are_counted_in_all_that_a_value_contains(value, counted):
     with pytest.raises(Refused, match=f"f: .*{counted}"):
-        check_size("f", value, Size(3, 10, 6))
-    check_size("f", value, Size(4, 11, 7))
+        check_size("f", value, FieldSize(3, 10, 6))
+    check_size("f", value, FieldSize(4, 11, 7))
 
 
 @pytest.mark.parametrize("field", ["bad_words", "stop"])

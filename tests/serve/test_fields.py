@@ -12,7 +12,7 @@ from thinking import plain_tokenizer, thinks
 from mlx_mtp.serve import field_table, messages, responses, thinking
 from mlx_mtp.serve.chat import messages_of
 from mlx_mtp.serve.contents import ENCRYPTED as ENCRYPTED_TEXT
-from mlx_mtp.serve.contents import Contents
+from mlx_mtp.serve.contents import MessageContents
 from mlx_mtp.serve.field_table import APIS, FIELDS, TREATMENTS, UNKNOWN, check_fields
 from mlx_mtp.serve.fields import Refused
 from mlx_mtp.serve.template_traits import renders_tools
@@ -364,7 +364,7 @@ def test_encrypted_reasoning_is_left_out_with_a_warning(name):
     user, warnings = {"role": "user", "content": "hi"}, []
     blocks = [[*READABLE], [ENCRYPTED[name], *READABLE]]
     bodies = [{"messages": [user, {"role": "assistant", "content": each}, user]} for each in blocks]
-    found = [messages.conversation_of(body, Contents(None, warnings)) for body in bodies]
+    found = [messages.conversation_of(body, MessageContents(None, warnings)) for body in bodies]
     assert found[0] == found[1]
     kind = ENCRYPTED[name]["type"]
     assert warnings == [f"messages[1].content[0]: a block of type {kind!r} was left out; {ENCRYPTED_TEXT}"]
@@ -379,7 +379,7 @@ def test_encrypted_reasoning_of_responses_is_left_out_with_a_warning():
     ):
         warnings = []
         given = [{"type": "reasoning", "summary": [], **item}]
-        responses.conversation_of({"input": given}, Contents(None, warnings))
+        responses.conversation_of({"input": given}, MessageContents(None, warnings))
         assert len(warnings) == count
         assert all("was left out" in warning for warning in warnings)
 
@@ -394,7 +394,7 @@ def test_a_session_with_another_server_can_be_continued(served, api):
     assert ("left out" in response.headers.get(WARNING, "")) == (api != "chat")
     if api != "messages":
         convert = messages_of if api == "chat" else responses.conversation_of
-        found = convert({name: [user, *SESSIONS[api], user]}, Contents())
+        found = convert({name: [user, *SESSIONS[api], user]}, MessageContents())
         calls = [call["function"] for message in found for call in message.get("tool_calls", ())]
         assert [call["name"] for call in calls] == ["apply_patch", "local_shell"]
         assert calls[0]["arguments"] == {"input": "*** Begin"}

@@ -14,7 +14,7 @@ from mlx_mtp.decoding.buffer_count import Buffers
 from mlx_mtp.layers.runtime import Runtime
 from mlx_mtp.serve.app import Service, application
 from mlx_mtp.serve.body import DEPTH
-from mlx_mtp.serve.engine import Limits
+from mlx_mtp.serve.engine import JobLimits
 from mlx_mtp.serve.guard import Rules
 from mlx_mtp.serve.metrics import Metrics
 from mlx_mtp.serve.server import Loaded, listening
@@ -184,7 +184,7 @@ def test_refused_requests_are_logged(served, closed, caplog, monkeypatch):
 
 
 def test_more_choices_than_the_queue_holds_are_refused_for_good(load_one_layer):
-    with serving(lambda: Loaded(*load_one_layer(), {}, {}), Limits(active=1, queued=1)) as client:
+    with serving(lambda: Loaded(*load_one_layer(), {}, {}), JobLimits(active=1, queued=1)) as client:
         refused = client.post("/v1/chat/completions", json={**HI, "n": 2})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
 

@@ -13,7 +13,7 @@ from templates import CONVERSATIONS, OFFERED, OWN, A, U, all_templates, call, re
 from mlx_mtp.serve.answer import Splitter, calls_of, text_of
 from mlx_mtp.serve.api_request import CallIds
 from mlx_mtp.serve.chat import messages_of
-from mlx_mtp.serve.contents import Contents
+from mlx_mtp.serve.contents import MessageContents
 from mlx_mtp.serve.prompts import encode_chat, marks_of
 from mlx_mtp.serve.template_traits import traits_of
 from mlx_mtp.serve.tool_calls.table import format_of
@@ -42,7 +42,7 @@ def tokenizer_named(name):
 
 def rendered(name, messages, tools=OFFERED, **options):
     tokenizer = tokenizer_named(name)
-    found = messages_of({"messages": messages}, Contents())
+    found = messages_of({"messages": messages}, MessageContents())
     prompt = encode_chat(tokenizer, marks_of(tokenizer), found, tools, options, turns=True)
     return tokenizer.decode(prompt.tokens)
 

@@ -20,9 +20,9 @@ from mlx_mtp.serve.answer import TextPart, ToolCall
 from mlx_mtp.serve.batch_decoder import BatchDecoder
 from mlx_mtp.serve.chat import ChatRequest
 from mlx_mtp.serve.engine import Engine
-from mlx_mtp.serve.job import Begun, DecodeRequest, End, Failed, Job, Served, answer, prefill_next
+from mlx_mtp.serve.job import Begun, DecodeRequest, End, Job, RequestFailed, Served, answer, prefill_next
 from mlx_mtp.serve.prefixes import Chunking, PrefixTree
-from mlx_mtp.serve.prompts import Prompt
+from mlx_mtp.serve.prompts import EncodedPrompt
 
 STEP, SHOWN, MOST = 4, 14, 20
 FIRST, SECOND = [5 * i % 13 for i in range(23)], [(i * i + 3) % 13 for i in range(21)]
@@ -92,7 +92,7 @@ class Client:
         self.events.append(event)
         if len(self.text) == SHOWN:
             self.at(self.job)
-        if isinstance(event, (End, Failed)) or self.job.cancelled:
+        if isinstance(event, (End, RequestFailed)) or self.job.cancelled:
             self.finished.set()
             self.then(self)
 
@@ -271,7 +271,7 @@ def test_the_time_from_a_tool_result_to_the_next_first_token_is_reported(one_lay
 def test_the_next_prompt_after_calls_has_their_results(served, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "mlx_mtp.serve.api_request.encode_chat", lambda *given, **how: seen.append(given[2]) or Prompt([1])
+        "mlx_mtp.serve.api_request.encode_chat", lambda *given, **how: seen.append(given[2]) or EncodedPrompt([1])
     )
     (request,) = ChatRequest({"messages": [QUESTION], "tools": TOOLS}, served.service.info).requests
     calls = [ToolCall("f", "{}"), ToolCall("f", "{}")]

@@ -8,7 +8,7 @@ import pytest
 from mlx_mtp.machine.errors import without_directories
 from mlx_mtp.machine.memory import IGNORE
 from mlx_mtp.serve import max_tokens
-from mlx_mtp.serve.catalog import Offer
+from mlx_mtp.serve.catalog import ModelFacts
 from mlx_mtp.serve.endings import failed_by
 
 MODEL = Path.home() / "My Models" / "qwen"
@@ -27,7 +27,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("name", FAILURES)
 def test_failures_name_no_directory(name):
-    offer = Offer("qwen", MODEL, problem=str(FAILURES[name]))
+    offer = ModelFacts("qwen", MODEL, problem=str(FAILURES[name]))
     for text in (failed_by(FAILURES[name]).message, offer.shown_problem):
         assert "/" not in text
         assert "qwen/" not in text
@@ -37,7 +37,9 @@ def test_failures_name_no_directory(name):
 
 @pytest.mark.parametrize("folder", ["models", "./a b/models", "../models"])
 def test_a_folder_given_without_its_root_is_not_named(folder):
-    offer = Offer("qwen", Path(folder) / "qwen", problem=f"{Path(folder) / 'qwen' / 'config.json'}: no model_type")
+    offer = ModelFacts(
+        "qwen", Path(folder) / "qwen", problem=f"{Path(folder) / 'qwen' / 'config.json'}: no model_type"
+    )
     assert offer.shown_problem == "config.json: no model_type"
     assert without_directories("other/models/qwen: x", Path("models")) == "other/models/qwen: x"
 

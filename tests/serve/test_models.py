@@ -12,7 +12,7 @@ from model_world import SIZE, World
 from sweep import sampled
 
 from mlx_mtp.checkpoint.load import UNTRUSTED
-from mlx_mtp.serve.catalog import Offer
+from mlx_mtp.serve.catalog import ModelFacts
 from mlx_mtp.serve.fields import Refused
 from mlx_mtp.serve.job import DecodeRequest, Job
 from mlx_mtp.serve.limits import QueueFull
@@ -211,7 +211,7 @@ def test_a_failed_load_leaves_no_memory_in_use(world):
 
 
 def test_a_model_that_does_not_fit_alone_is_refused_before_a_load(world):
-    models = world.models("a", find=lambda: [Offer("a", needed=5 * SIZE), Offer("b", needed=SIZE)])
+    models = world.models("a", find=lambda: [ModelFacts("a", needed=5 * SIZE), ModelFacts("b", needed=SIZE)])
     with pytest.raises(Refused, match=r"needs 0\.021 GB, and the limit is") as error:
         run(ask(models, "a"))
     assert (error.value.status, world.loads) == (400, [])
@@ -353,7 +353,7 @@ def test_models_that_have_grown_beyond_the_limit_are_unloaded_in_idle_time(world
 
 
 def test_the_models_that_a_request_can_name(world):
-    models = world.models(find=lambda: [Offer("a"), Offer("c", problem="c: damaged"), Offer("b")])
+    models = world.models(find=lambda: [ModelFacts("a"), ModelFacts("c", problem="c: damaged"), ModelFacts("b")])
     models.aliases = ("x",)
     names = {"a": "a", "b": "b", "x": "a", None: "a", "b:latest": "b", "x:latest": "a"}
     assert {name: models.named({"model": name}).offer.name for name in names} == names
@@ -368,7 +368,7 @@ def test_the_models_that_a_request_can_name(world):
     assert models.named({"model": "anything"}).offer.name == "a"
 
 
-@pytest.mark.parametrize("offers", [[], [Offer("a", problem="a: damaged")]])
+@pytest.mark.parametrize("offers", [[], [ModelFacts("a", problem="a: damaged")]])
 def test_without_any_model_the_server_ends(world, offers):
     models = world.models(find=lambda: offers)
     models.thread.join(5)

@@ -10,7 +10,7 @@ from served import KEY
 
 from mlx_mtp.serve.answer import TextPart
 from mlx_mtp.serve.chat import messages_of
-from mlx_mtp.serve.contents import Contents
+from mlx_mtp.serve.contents import MessageContents
 from mlx_mtp.serve.fields import Refused
 from mlx_mtp.serve.history import linked
 from mlx_mtp.serve.ollama import OllamaChat, OllamaGenerate
@@ -194,7 +194,7 @@ def test_messages_become_those_of_chat_completions():
         {"role": "assistant", "tool_calls": [{"id": "own", **CALL}, call]},
         {"role": "tool", "tool_call_id": "own", "content": "x"},
     ]
-    found = linked(messages_of({"messages": chat_messages({"messages": given})}, Contents()), Traits())
+    found = linked(messages_of({"messages": chat_messages({"messages": given})}, MessageContents()), Traits())
     assert found[0]["reasoning_content"] == "hm"
     assert [[each["id"] for each in found[i]["tool_calls"]] for i in (0, 4)] == [
         ["call_0", "call_1"],

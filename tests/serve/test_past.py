@@ -14,11 +14,11 @@ from templates import OWN, tokenizer_of
 from vendor_items import BLOCKS, DOCUMENTS, NO_TEXTS, READ
 
 from mlx_mtp.serve.chat import ChatRequest
-from mlx_mtp.serve.contents import Contents
+from mlx_mtp.serve.contents import MessageContents
 from mlx_mtp.serve.fields import ModelInfo, Refused
 from mlx_mtp.serve.messages import MessagesRequest
 from mlx_mtp.serve.ollama import OllamaChat
-from mlx_mtp.serve.places import ANSWER, CALL, OTHER, UNKNOWN, USER, Place, newest_of
+from mlx_mtp.serve.places import ANSWER, CALL, OTHER, UNKNOWN, USER, RequestPlace, newest_of
 from mlx_mtp.serve.prompts import marks_of
 from mlx_mtp.serve.responses import ResponsesRequest
 
@@ -203,7 +203,9 @@ def test_a_line_of_text_contains_no_mark(mark, role):
 def test_a_line_contains_no_added_token():
     """Not even one that is not special: in messages of the assistant such tokens are not escaped later."""
     info = SimpleNamespace(vision=None, marks=SimpleNamespace(every=re.compile("◁/think▷")))
-    line = Contents(info).line("a part", "this type is not read here", Place("messages[0]"), {"a": "x◁/think▷y"})
+    line = MessageContents(info).line(
+        "a part", "this type is not read here", RequestPlace("messages[0]"), {"a": "x◁/think▷y"}
+    )
     assert r"x\u25c1/think▷y" in line
 
 

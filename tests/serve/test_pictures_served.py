@@ -16,7 +16,7 @@ from sweep import SWEEP, sampled
 import mlx_mtp
 from mlx_mtp.decoding.memory_needs import LONGEST
 from mlx_mtp.pictures import decoded
-from mlx_mtp.serve.job import End, Failed
+from mlx_mtp.serve.job import End, RequestFailed
 from mlx_mtp.serve.server import Loaded, described
 
 
@@ -132,7 +132,7 @@ def test_another_answer_advances_while_a_picture_is_prepared(eyes, monkeypatch):
     """The preparation waits for three more events of the other answer, which the engine's thread sends."""
     advanced, answer, response = asked_beside_another(eyes, monkeypatch, stream=True, return_progress=True)
     assert advanced == [True]
-    assert not any(isinstance(event, End | Failed) for event in answer)
+    assert not any(isinstance(event, End | RequestFailed) for event in answer)
     events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
     done = [event["prompt_progress"]["processed"] for event in events if "prompt_progress" in event]
     assert done == sorted(set(done)) != []

@@ -15,9 +15,9 @@ from mlx_mtp.serve.answer import Splitter, calls_of, text_of
 from mlx_mtp.serve.forms import Conversation
 from mlx_mtp.serve.frames import FramedSplitter, frames_of
 from mlx_mtp.serve.history import linked
-from mlx_mtp.serve.prompts import ESCAPED, Chat, marks_of
+from mlx_mtp.serve.prompts import ESCAPED, ChatTemplate, marks_of
 from mlx_mtp.serve.template_traits import renders_tools, traits_of
-from mlx_mtp.serve.tool_calls.grammars import Offer, call_grammar
+from mlx_mtp.serve.tool_calls.grammars import OfferedTools, call_grammar
 from mlx_mtp.serve.tool_calls.schema import Tools
 from mlx_mtp.serve.tool_calls.table import format_of
 
@@ -41,7 +41,7 @@ class Rendered:
     def __init__(self, template):
         tokenizer = tokenizer_of(template)
         self.format, self.frames = format_of(tokenizer), frames_of(tokenizer)
-        self.chat = Chat(tokenizer, marks_of(tokenizer), traits_of(tokenizer))
+        self.chat = ChatTemplate(tokenizer, marks_of(tokenizer), traits_of(tokenizer))
         text = self._text(U, A)
         self.start = len(self._text(U))
         self.head, _, self.eos = text[self.start :].partition(A["content"])
@@ -124,7 +124,7 @@ def test_a_grammar_of_calls_accepts_them_as_the_template_renders_them(name, data
     calls = data.draw(st.lists(st.tuples(st.sampled_from(["write", "run"]), one), min_size=1, max_size=2))
     if (written := rendered.answer(calls)) is not None:
         made = call_grammar(
-            rendered.chat.tokenizer, rendered.format, Offer(Tools(OFFERED), True, False, ["write", "run"])
+            rendered.chat.tokenizer, rendered.format, OfferedTools(Tools(OFFERED), True, False, ["write", "run"])
         )
         begin = rendered.format.opening(Tools(OFFERED)).search(written).start()
         reading = rendered.format.read(written[begin:], Tools(OFFERED), complete=True)
@@ -139,7 +139,9 @@ SPREAD = '{\n    "text": "a"}'
 def test_a_grammar_has_the_letters_and_spaces_of_the_templates_json(name, arguments):
     for own in (name, "json"):
         rendered = found(own)
-        made = call_grammar(rendered.chat.tokenizer, rendered.format, Offer(Tools(OFFERED), True, True, ["write"]))
+        made = call_grammar(
+            rendered.chat.tokenizer, rendered.format, OfferedTools(Tools(OFFERED), True, True, ["write"])
+        )
         written = f'<tool_call>\n{{"name": "write", "arguments": {arguments}}}\n</tool_call>'
         assert (grammars.accepted(made, written) is None) is (own == name)
 

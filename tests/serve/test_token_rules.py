@@ -12,7 +12,7 @@ from sweep import sampled
 import mlx_mtp
 from mlx_mtp.serve.batch_decoder import BatchDecoder
 from mlx_mtp.serve.engine import Engine
-from mlx_mtp.serve.job import DecodeRequest, End, Failed, Job, Served
+from mlx_mtp.serve.job import DecodeRequest, End, Job, RequestFailed, Served
 from mlx_mtp.serve.prefixes import Chunking, PrefixTree
 from mlx_mtp.serve.token_rules import BadWords, TokenRules, vocabulary
 
@@ -46,7 +46,7 @@ def answers(model, k, requests, *, batched=True):
 
     def emit(i, event):
         found[i].append(event)
-        if isinstance(event, (End, Failed)):
+        if isinstance(event, (End, RequestFailed)):
             finished.release()
 
     engine.thread.start()

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mlx_mtp.bench.kernel_launches import FORMATS, Launch, groups, spread
+from mlx_mtp.bench.kernel_launches import FORMATS, TimedLaunch, groups, spread
 from mlx_mtp.emulator.texts import LaunchText, recorded
 
 GROUPS = groups(FORMATS)
@@ -41,7 +41,7 @@ def collected() -> Iterator[list[LaunchText]]:
         texts += [each.text for each in found]
 
 
-def texts(launches: Iterator[Launch], few: int | None = None) -> list[LaunchText]:
+def texts(launches: Iterator[TimedLaunch], few: int | None = None) -> list[LaunchText]:
     """Return the distinct texts of launches, or of `few` evenly spaced ones."""
     with collected() as found:
         for launch in launches if few is None else spread(launches, few):

@@ -6,8 +6,8 @@ import weakref
 from types import SimpleNamespace
 
 from mlx_mtp.machine.stream import pass_turn
-from mlx_mtp.serve.catalog import Offer
-from mlx_mtp.serve.limits import Limits
+from mlx_mtp.serve.catalog import ModelFacts
+from mlx_mtp.serve.limits import JobLimits
 from mlx_mtp.serve.models import Models
 from mlx_mtp.serve.slot import Ready
 
@@ -64,9 +64,9 @@ class World:
 
     def models(self, names="abc", fit=2, find=None, **limits):
         """Return running models of which `fit` fit at once."""
-        offers = [Offer(name, needed=SIZE, size=SIZE) for name in names]
+        offers = [ModelFacts(name, needed=SIZE, size=SIZE) for name in names]
         most = fit * SIZE + SIZE // 2
-        made = Models(find or (lambda: offers), self.load, Limits(**limits), most=most)
+        made = Models(find or (lambda: offers), self.load, JobLimits(**limits), most=most)
         self.made.append(made)
         made.thread.start()
         while made.state == "loading":

@@ -181,7 +181,7 @@ def answers_about(path: str, group, files: list[str]) -> list[str]:
     from served import serving, settings
 
     from mlx_mtp.serve.follow import follow
-    from mlx_mtp.serve.job import End, Failed
+    from mlx_mtp.serve.job import End, RequestFailed
     from mlx_mtp.serve.server import Loaded, shared
 
     loaded, first = Loaded(*mlx_mtp.load(path, tensor_group=group), {}, {}), group is None or group.rank() == 0
@@ -200,7 +200,7 @@ def answers_about(path: str, group, files: list[str]) -> list[str]:
         with pytest.MonkeyPatch.context() as patch:
             found.append([failures(client, patch), cancelled_while_held(client, patch)])
             advanced, events, response = asked_beside_another(client, patch)
-            assert not any(isinstance(event, End | Failed) for event in events)
+            assert not any(isinstance(event, End | RequestFailed) for event in events)
             found.append([advanced, response.json()["choices"][0]["message"]["content"]])
     return found
 

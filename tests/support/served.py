@@ -14,7 +14,7 @@ import mlx_mtp
 from mlx_mtp.demo import demo_path
 from mlx_mtp.serve.app import Service, application
 from mlx_mtp.serve.catalog import offers
-from mlx_mtp.serve.engine import Engine, Limits
+from mlx_mtp.serve.engine import Engine, JobLimits
 from mlx_mtp.serve.guard import Rules
 from mlx_mtp.serve.metrics import Metrics
 from mlx_mtp.serve.server import Loaded, Settings, config_of, models_of, opened
@@ -23,7 +23,13 @@ KEY = {"Authorization": "Bearer secret"}
 
 
 def settings(**changes):
-    defaults = {"names": ("demo",), "host": "localhost", "port": 1, "rules": Rules(), "options": {"adaptive": False}}
+    defaults = {
+        "names": ("demo",),
+        "host": "localhost",
+        "port": 1,
+        "rules": Rules(),
+        "options": {"adaptive": False},
+    }
     return Settings(**{**defaults, "sampling": {}, "template": {}, "cache_bytes": 1 << 28, **changes})
 
 
@@ -44,7 +50,7 @@ def demo_at(offer):
 
 def start(load=demo, limits=None, **changes):
     """Return the service and the application of an engine that is loading."""
-    engine = Engine(lambda: opened(load(), settings(**changes), service), limits or Limits())
+    engine = Engine(lambda: opened(load(), settings(**changes), service), limits or JobLimits())
     service = Service(engine, Metrics(engine), changes.get("rules", Rules()))
     engine.thread.start()
     return service, application(service)
@@ -56,7 +62,7 @@ def serving_several(folder, load=demo_at, limits=None, **changes):
 
     changes: of `settings`.
     """
-    given = settings(**{"names": (), "limits": limits or Limits(), **changes})
+    given = settings(**{"names": (), "limits": limits or JobLimits(), **changes})
     models = models_of(lambda: offers([], folder), load, given)
     service = Service(models, Metrics(models), given.rules, given.timeout)
     models.thread.start()
@@ -74,7 +80,7 @@ def serving_several(folder, load=demo_at, limits=None, **changes):
 @contextmanager
 def listening(app, limits=None):
     """Yield the address of a real server of an application, on a free port, until the block ends."""
-    server = uvicorn.Server(config_of(app, limits or Limits(), port=0, log_level="error"))
+    server = uvicorn.Server(config_of(app, limits or JobLimits(), port=0, log_level="error"))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
     thread.start()
     try:

@@ -1,7 +1,7 @@
 """A chat whose lines a test types, without a terminal."""
 
 from mlx_mtp.cli.chat_commands import execute
-from mlx_mtp.cli.conversation import Chat
+from mlx_mtp.cli.conversation import ChatLoop
 from mlx_mtp.cli.terminal import MessageReader
 from mlx_mtp.session import ChatSession
 
@@ -20,7 +20,7 @@ class TypedLines(MessageReader):
 def chat_of(model, max_tokens):
     """Return a chat of an empty conversation with a model and its tokenizer."""
     session = ChatSession(*model, max_tokens=max_tokens)
-    return Chat(session, TypedLines(), execute, name="", quiet=True, penalties={})
+    return ChatLoop(session, TypedLines(), execute, name="", quiet=True, penalties={})
 
 
 def typed(chat, *lines):

@@ -22,13 +22,13 @@ from mlx_mtp.checkpoint import tuned as sidecars
 from mlx_mtp.checkpoint.adapters import load_adapters
 from mlx_mtp.checkpoint.describe import describe
 from mlx_mtp.checkpoint.inspect import as_text, inspect_checkpoint
-from mlx_mtp.checkpoint.library import Place
+from mlx_mtp.checkpoint.library import LocalModel
 from mlx_mtp.training import estimate, heads, tune
 from mlx_mtp.training import train as training
-from mlx_mtp.training.measure import Acceptance, Share
+from mlx_mtp.training.measure import Acceptance, MeanShare
 from mlx_mtp.training.optimize import Trainer
 from mlx_mtp.training.reading import is_held_out
-from mlx_mtp.training.settings import Settings
+from mlx_mtp.training.settings import TuneSettings
 
 SMALL = {"tokens": 2000, "epochs": 1, "rows": 4, "rate": 2e-2}
 NEW = {"new": True, "draft_vocab": None, "bits": None, **SMALL}
@@ -209,7 +209,7 @@ def test_the_best_heads_are_kept(headless, tmp_path, monkeypatch):
 
     def measure(model, recording, documents, depths):
         noted.append(np.array(model.mtp[0].eh_proj.weight))
-        return Acceptance((), Share(next(shares), 0.0, 0.0), 1)
+        return Acceptance((), MeanShare(next(shares), 0.0, 0.0), 1)
 
     monkeypatch.setattr(training, "measure", measure)
     found = tuned(load(headless), tmp_path / "new.safetensors", **NEW)
@@ -246,7 +246,7 @@ def test_the_first_batch_that_fits_is_chosen(rows, headless, monkeypatch):
     ],
 )
 def test_the_default_rate_falls_with_the_hidden_size(options, width, rate):
-    assert Settings(**options).peak_rate(width) == pytest.approx(rate)
+    assert TuneSettings(**options).peak_rate(width) == pytest.approx(rate)
 
 
 @pytest.mark.parametrize("held", [False, True])
@@ -354,7 +354,7 @@ def test_heads_of_the_package_are_found_by_their_target_and_weights_are_read_onc
     assert loads.count(False) == 1
     other = families.headless(tmp_path / "other", TARGET, seed=7)[0]
     assert [len(load(path, **how).mtp) for path, how in ((other, {}), (headless, {"mtp": False}))] == [0, 0]
-    facts, row = inspect_checkpoint(headless), describe(Place("headless", headless))
+    facts, row = inspect_checkpoint(headless), describe(LocalModel("headless", headless))
     assert f"MTP heads  0 found; mlx-mtp has 1, {made('9 tokens').file}" in as_text(facts)
     assert (facts.report.lm_head, row.drafts) == ("own, of 9 tokens", "1 of mlx-mtp")
     own = load(recycled)

@@ -18,7 +18,7 @@ from mlx_mtp.tuning import kernel_trials
 from mlx_mtp.tuning.kernel_switch import ModelTrials
 from mlx_mtp.tuning.kernel_trials import KernelTrial, decide
 from mlx_mtp.tuning.kernel_verdict import KernelVerdict, in_words, off
-from mlx_mtp.tuning.verdict_file import Found, RememberedVerdicts
+from mlx_mtp.tuning.verdict_file import RememberedVerdicts, TrialFinding
 
 OPS = list(KERNELS)
 LANES = (None, "exact")
@@ -148,13 +148,13 @@ def test_a_spelling_is_remembered_with_the_verdict(own_cache):
 
 def test_stored_findings_of_another_spelling_are_tried_again():
     """As if another model of this process needs that spelling."""
-    found = {("verify_glu", SHAPE, 3): Found(None, 0.5)}
+    found = {("verify_glu", SHAPE, 3): TrialFinding(None, 0.5)}
     RememberedVerdicts("m").keep(found)
     take("verify_glu", "FUSED")
     kernels = Compiled()
     (verdict,) = decided([kernels.trial("verify_glu", "FUSED")], remembered=RememberedVerdicts("m")).values()
     assert (verdict.on, verdict.ratio) == (True, 2.0)
-    assert RememberedVerdicts("m").recall() == {key: Found(None, 2.0, "FUSED") for key in found}
+    assert RememberedVerdicts("m").recall() == {key: TrialFinding(None, 2.0, "FUSED") for key in found}
 
 
 def test_a_report_lists_spelled_out_ops():

@@ -14,12 +14,12 @@ from mlx_mtp.machine import remembered
 from mlx_mtp.machine.remembered import cache_directory
 from mlx_mtp.tuning import verdict_file
 from mlx_mtp.tuning.kernel_trials import KernelTrial, decide
-from mlx_mtp.tuning.verdict_file import Found, RememberedVerdicts
+from mlx_mtp.tuning.verdict_file import RememberedVerdicts, TrialFinding
 
 FOUND = {
-    ("qmm", "a", 2): Found(None, 1.0),
-    ("qmm", 'b "Ä"', 8): Found("row 1 of 8 differs", None),
-    ("head", "a", 2): Found(None, 1 / 3, split=True),
+    ("qmm", "a", 2): TrialFinding(None, 1.0),
+    ("qmm", 'b "Ä"', 8): TrialFinding("row 1 of 8 differs", None),
+    ("head", "a", 2): TrialFinding(None, 1 / 3, split=True),
 }
 
 
@@ -97,7 +97,7 @@ def test_the_next_load_makes_the_remaining_trials():
 def test_requested_kernels_are_not_stored(directory, lane):
     decide(trials(), lane=lane, timer=never, remembered=RememberedVerdicts("m"))
     assert not directory.exists()
-    RememberedVerdicts("m").keep({("qmm", "a", 2): Found("wrong", None)})
+    RememberedVerdicts("m").keep({("qmm", "a", 2): TrialFinding("wrong", None)})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert decide(trials(), lane=lane, remembered=RememberedVerdicts("m"))[("qmm", "a", 2)].on == (lane != "off")
@@ -189,7 +189,9 @@ def test_a_damaged_file_is_ignored_and_replaced(directory, damage):
     assert all(
         v.on for v in decide(trials(), lane=None, timer=lambda _: 2.0, remembered=RememberedVerdicts("m")).values()
     )
-    assert RememberedVerdicts("m").recall() == dict.fromkeys([("qmm", "a", 2), ("qmm", "a", 3)], Found(None, 2.0))
+    assert RememberedVerdicts("m").recall() == dict.fromkeys(
+        [("qmm", "a", 2), ("qmm", "a", 3)], TrialFinding(None, 2.0)
+    )
 
 
 def test_a_file_of_another_model_under_the_name_is_ignored(directory):
@@ -228,7 +230,7 @@ def test_a_write_that_fails_leaves_the_old_file(directory, monkeypatch):
 
 
 def test_writers_and_readers_at_once(directory):
-    sets = [{("qmm", "a" * 1000 * i, m): Found(None, float(i + 1)) for m in range(20)} for i in range(3)]
+    sets = [{("qmm", "a" * 1000 * i, m): TrialFinding(None, float(i + 1)) for m in range(20)} for i in range(3)]
     RememberedVerdicts("m").keep(sets[0])
     writers = [
         threading.Thread(target=lambda found=found: [RememberedVerdicts("m").keep(found) for _ in range(15)])

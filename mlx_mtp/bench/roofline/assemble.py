@@ -22,7 +22,7 @@ from .models import MODELS, of_port
 from .ops import ModelOps
 from .phases import CYCLE, DRAFT, PLAIN, ROWS, VERIFY, floors, formats, kernels, predicted
 
-Found = dict[str, Any]
+Result = dict[str, Any]
 Time = tuple[int, str, int, str, float]  # context, phase, rows M, side, seconds
 MODEL, DEMO = "Step-3.5-Flash", "demo"
 ALIKE = 0.8  # minimum ratio of bytes of two models that count as the same; vectors are not counted here
@@ -80,7 +80,7 @@ def find_chip(name: str | None) -> Chip | None:
     return fitted_chips()[known]
 
 
-def measured_model(found: Found) -> str | None:
+def measured_model(found: Result) -> str | None:
     """Return the name of a result's model as `find_model` accepts it: released or the demo; else None."""
     return _known(found["model"]["name"], (*MODELS, DEMO))
 
@@ -94,9 +94,9 @@ def bench_model(
     chip: Chip | None,
     context: int,
     rows: Iterable[int] = ROWS,
-    results: Sequence[Found] = (),
+    results: Sequence[Result] = (),
     ranks: int = 1,
-) -> Found:
+) -> Result:
     """Return the result of `bench model`: floors in bytes and, with a chip, predicted times and savings of kernels.
 
     results: of `bench decode`, `verify` or `profile` of the same model, whose times at a similar context are added.
@@ -112,7 +112,7 @@ def bench_model(
             what = f"bench {other['bench']} of {other['model']['name']}, {their_bytes / 1e9:.3g} GB of weights"
             own = f"{subject.name} has {our_bytes / 1e9:.3g} GB"
             raise ValueError(f"measured: {what}, but {own}: give the measured model with --model or --config")
-    found: Found = {"floors": floors(model, context, rows)}
+    found: Result = {"floors": floors(model, context, rows)}
     if chip is not None:
         fitted_to = fitted["chips"][chip.name]["fitted_to"]
         found["chip"] = asdict(chip) | {"bandwidth": chip.bandwidth, "fitted_to": fitted_to}
@@ -124,7 +124,7 @@ def bench_model(
     return result("model", facts, {"context": context, "rows": rows}, **found, validation=fitted["validation"])
 
 
-def nearest(found: Found, context: int) -> list[Found]:
+def nearest(found: Result, context: int) -> list[Result]:
     """Return a result's times at its measured context nearest to `context`.
 
     Raises ValueError if the nearest one differs by more than NEAR (256) tokens and more than a tenth of `context`,
@@ -140,7 +140,7 @@ def nearest(found: Found, context: int) -> list[Found]:
     return [time for time in taken if time["context"] == near]
 
 
-def times(found: Found) -> list[Found]:
+def times(found: Result) -> list[Result]:
     """Return the times in a result of `bench decode`, `verify` or `profile`, one dict each.
 
     A dict has context (tokens), phase, rows M of the verify, drafts k, side, seconds.
@@ -151,14 +151,14 @@ def times(found: Found) -> list[Found]:
     if taken is None:
         raise ValueError(f"measured: a result of bench {found['bench']}; allowed are {', '.join(TAKEN)}")
     names = "context", "phase", "rows", "side", "seconds"
-    lines: list[Found] = [dict(zip(names, line, strict=True)) for line in taken(found)]
+    lines: list[Result] = [dict(zip(names, line, strict=True)) for line in taken(found)]
     if not lines:
         what = "no times of several tokens with unquantized caches; give one that has them"
         raise ValueError(f"measured: this result of bench {found['bench']} has {what}")
     return [line | {"drafts": line["rows"] - 1} for line in lines]
 
 
-def _of_loops(found: Found) -> Iterator[Time]:
+def _of_loops(found: Result) -> Iterator[Time]:
     """Yield seconds per plain step, ours and mlx-lm's, and per cycle of fixed numbers of drafts, host included.
 
     Only of settings with unquantized caches.
@@ -176,7 +176,7 @@ def _of_loops(found: Found) -> Iterator[Time]:
                 yield context, CYCLE, int(row.contender[2:]) + 1, "loop", row.tokens_per_cycle / row.speed.median
 
 
-def _of_passes(found: Found) -> Iterator[Time]:
+def _of_passes(found: Result) -> Iterator[Time]:
     for curve in (curve for curve in found["curves"] if curve["name"] == "whole"):
         for side, seconds in curve["seconds"].items():
             for m, values in seconds.items():
@@ -184,7 +184,7 @@ def _of_passes(found: Found) -> Iterator[Time]:
                 yield curve["context"], phase, int(m), f"{side} pass", interval(values).median
 
 
-def _of_phases(found: Found) -> Iterator[Time]:
+def _of_phases(found: Result) -> Iterator[Time]:
     """Yield a profile's median seconds per cycle: draft, verify with its acceptance, all of these and the host's."""
     context = found["options"]["context"] or found["tokens"] // 2
     rows, cycles = found["options"]["k"] + 1, max(1, found["cycles"])

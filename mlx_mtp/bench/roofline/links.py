@@ -17,7 +17,7 @@ VALUE = 2  # bytes of a value in a sum
 
 
 @dataclass(frozen=True)
-class Link:
+class MachineLink:
     """A connection between machines. latency: seconds per small message; bandwidth: bytes per second.
 
     ring: a message passes through all ranks in turn. source: of the figures.
@@ -31,14 +31,14 @@ class Link:
 
 
 LINKS = (
-    Link(
+    MachineLink(
         "Thunderbolt 5 RDMA",
         9e-6,
         6.9e9,
         False,
         "5 to 9 us reported by users of macOS 26.2's beta; 50 to 60 Gbit/s in Apple's WWDC 2026 talk",
     ),
-    Link(
+    MachineLink(
         "10 Gbit Ethernet",
         300e-6,
         1.25e9,

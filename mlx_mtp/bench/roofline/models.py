@@ -13,7 +13,7 @@ from ...layers.gated_delta import GatedDelta
 from ...layers.mamba2 import Mamba2
 from ...layers.mla import AbsorbedMLA
 from ...layers.mtp_head import EagleHead
-from ...layers.norm_rope import Form
+from ...layers.norm_rope import AttentionForm
 from ...layers.port import Port
 from ...layers.sparse_mla import SparseMLA
 from .ops import AttentionOp, DraftHeadOps, ExpertsOp, LatentOp, LayerOps, LinearOp, ModelOps, Op, StateOp
@@ -73,7 +73,7 @@ def _mixer(model: Port, module: Any, window: Any, width: int) -> Iterator[Op]:
     """Yield the operations of a module that mixes positions, except its projections. window, width: as in `_ops`."""
     kind = type(module)
     if kind in {*model.ATTENTION, *(head.attention for head in model.mtp if isinstance(head, EagleHead))}:
-        form = Form.of(module)
+        form = AttentionForm.of(module)
         yield AttentionOp(form.heads, form.kv_heads, form.head_dim, window, "attention", form.value_dim, width)
     elif issubclass(kind, AbsorbedMLA):
         sizes = module.kv_lora_rank, module.qk_rope_head_dim, module.qk_nope_head_dim, module.v_head_dim

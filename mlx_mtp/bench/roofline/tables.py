@@ -14,10 +14,10 @@ from .links import LINKS
 from .ops import OVERLAPS
 from .phases import PHASES, PLAIN, SHOWN_OVERLAP, VERIFY, shown_times
 
-Found = dict[str, Any]
+Result = dict[str, Any]
 
 
-def tables(found: Found) -> Iterator[Table]:
+def tables(found: Result) -> Iterator[Table]:
     """Yield the tables of a `bench model` result: floors, gaps, savings of kernels, formats, links.
 
     Those without data in the result are left out.
@@ -33,7 +33,7 @@ def tables(found: Found) -> Iterator[Table]:
         yield links_table(found)
 
 
-def summary(found: Found) -> list[str]:
+def summary(found: Result) -> list[str]:
     """Return lines: the constants of the result's chip, if it has one, and the stored accuracy of the cost model.
 
     The accuracy does not depend on the result: errors on published passes over M >= 3 rows by kind, and large errors.
@@ -47,7 +47,7 @@ def summary(found: Found) -> list[str]:
     return [f"constants of {chip['name']}: {shares}, {fitted}", *stored]
 
 
-def floors_of(found: Found) -> dict[tuple[str, int], dict[str, dict[str, float]]]:
+def floors_of(found: Result) -> dict[tuple[str, int], dict[str, dict[str, float]]]:
     """Return a result's floors: by (phase, rows), in the order of tables, a dict by overlap of bytes by kind."""
     index = {}
     for line in sorted(found["floors"], key=lambda line: (PHASES.index(line["phase"]), line["rows"])):
@@ -67,7 +67,7 @@ def _each(floors: dict[str, dict[str, float]], part: str, size: dict[str, float]
     return shown[0] if len(set(shown)) == 1 else " / ".join(shown)
 
 
-def floor_table(found: Found) -> Table:
+def floor_table(found: Result) -> Table:
     """Return a table of each phase's minimum bytes: shared weights, experts, LM heads, KV caches, states, and all.
 
     The last column is the ratio of all to a plain step's.
@@ -86,7 +86,7 @@ def floor_table(found: Found) -> Table:
     return table
 
 
-def gap_table(found: Found) -> Table:
+def gap_table(found: Result) -> Table:
     """Return a table of each phase's times relative to its floor: predicted for stock MLX and ours, and measured."""
     chip = found.get("chip")
     sides = dict.fromkeys((line["side"], kind) for kind in ("predicted", "measured") for line in found.get(kind, []))
@@ -114,7 +114,7 @@ def gap_table(found: Found) -> Table:
     return table
 
 
-def links_table(found: Found) -> Table:
+def links_table(found: Result) -> Table:
     """Return a table of the messages between ranks in a plain step and in cycles, one line per number of rows.
 
     Columns: the number of collectives, the kB that a rank sends, and the predicted ms over each of LINKS.
@@ -131,7 +131,7 @@ def links_table(found: Found) -> Table:
     return table
 
 
-def kernels_table(found: Found) -> Table:
+def kernels_table(found: Result) -> Table:
     """Return a table of the predicted ms that kernels save in a pass of stock MLX, and their share of that pass.
 
     It has a line for each kind of kernel that saves time, alone, and one for all together; columns are row counts.
@@ -148,7 +148,7 @@ def kernels_table(found: Found) -> Table:
     return table
 
 
-def formats_table(found: Found) -> Table:
+def formats_table(found: Result) -> Table:
     """Return a table of predicted passes with all weights in one format, MLX's and GGUF's next to each other."""
     lines = found["formats"]
     rows = sorted({line["rows"] for line in lines})

@@ -18,7 +18,7 @@ from ..files import SMALL_FILES, resolve
 from ..smollm2 import named_checkpoint
 from .convert import SIDECAR, Prepared, copied_files, prepare, transcode
 from .header import split_names
-from .plan import Options
+from .plan import GGUFOptions
 
 FORMAT = 1  # another number invalidates the cache
 KIND = "gguf"
@@ -56,7 +56,7 @@ def find_heads(mtp_path: str | Path | None, target: Path) -> str | Path | None:
 
 def cached(
     file: str | Path,
-    options: Options | None = None,
+    options: GGUFOptions | None = None,
     *,
     config_from: str | Path | None = None,
     heads_for: Path | None = None,
@@ -74,7 +74,7 @@ def cached(
     with the plan and the directory before a transcoding. progress: called with the bytes written, and all bytes;
     None calls `report_progress` in MiB. ValueError for a file that cannot be transcoded.
     """
-    options, path = options or Options(), expanded(file)
+    options, path = options or GGUFOptions(), expanded(file)
     if options.dtype is None and heads_for is None and not mx.metal.is_available():
         options = replace(options, float32=True)
     slug = "-".join(filter(None, (options.plan, "f32" * options.float32, options.dtype)))

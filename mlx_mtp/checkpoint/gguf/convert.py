@@ -17,9 +17,9 @@ from ..files import SMALL_FILES, resolve
 from ..sort_tensors import Drafting
 from ..weight_names import INDEX
 from . import write as writing
-from .plan import Options, Parameter, Row, activations, listed_quantization, make_plan, summarize
+from .plan import FormatRow, GGUFOptions, GGUFParameter, activations, listed_quantization, make_plan, summarize
 from .source import GGUFSource, open_source
-from .tokenizer import Tokenizer, make_tokenizer
+from .tokenizer import TokenizerFiles, make_tokenizer
 
 SIDECAR = "mtp.safetensors"
 NOT_COPIED = ("config.json", INDEX)
@@ -35,11 +35,11 @@ class Prepared:
     """
 
     source: GGUFSource
-    parameters: list[Parameter]
-    rows: list[Row]
+    parameters: list[GGUFParameter]
+    rows: list[FormatRow]
     files: dict[str, dict[str, Any]]
     config: dict[str, Any]
-    tokenizer: Tokenizer | None
+    tokenizer: TokenizerFiles | None
     copied: tuple[Path, ...]
     measured: bool
 
@@ -51,7 +51,7 @@ class Prepared:
 
 def prepare(
     file: str | Path,
-    options: Options | None = None,
+    options: GGUFOptions | None = None,
     *,
     config_from: str | Path | None = None,
     heads_from: str | Path | None = None,
@@ -67,7 +67,7 @@ def prepare(
     one tensor. measure: measure errors on samples of the weights, and make the tokenizer. Unless only heads are
     transcoded, the model is built once from the planned shapes; ValueError also if that fails.
     """
-    options = options or Options()
+    options = options or GGUFOptions()
     small = None if config_from is None else resolve(config_from, files=SMALL_FILES)
     source = open_source(
         file, config_from=heads_for or small, heads_from=heads_from, heads_only=heads_for is not None
@@ -90,7 +90,7 @@ def prepare(
     )
 
 
-def _outputs(parameters: list[Parameter]) -> Any:
+def _outputs(parameters: list[GGUFParameter]) -> Any:
     return {name: output for parameter in parameters for name, output in parameter.outputs().items()}
 
 
@@ -101,7 +101,7 @@ def copied_files(directory: Path) -> tuple[Path, ...]:
 
 
 def _config(
-    source: GGUFSource, options: Options, parameters: list[Parameter], tokenizer: Tokenizer | None
+    source: GGUFSource, options: GGUFOptions, parameters: list[GGUFParameter], tokenizer: TokenizerFiles | None
 ) -> dict[str, Any]:
     """Return the content of a transcoding's config.json: the source's, with the plan's dtype and quantization.
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...kernels import BLOCK_FORMATS
 from ...layers.blocks import block_kind
-from ...models.gguf.family import Change
+from ...models.gguf.family import TensorChange
 from ..convert_precision import DTYPES, Format, listed
 from ..parameters import stored_name
 from .blocks import EXACT, GROUP, PACKED, Groups, groups_of
@@ -18,7 +18,7 @@ from .header import Entry
 from .requantize import Loss, dequantized, loss, requantized
 from .source import GGUFSource, shape_of
 
-Choice = Literal["packed", "affine", "exact", "small"]
+FormatChoice = Literal["packed", "affine", "exact", "small"]
 CHOICES = ("packed", "affine", "exact", "small")
 FLOATS = {"F64": mx.float32, "F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 LARGEST_BITS = 8
@@ -30,7 +30,7 @@ CHUNK = 1 << 20  # values that are converted at a time
 
 
 @dataclass(frozen=True)
-class Options:
+class GGUFOptions:
     """Options of a transcoding; ValueError for unknown values, and a dtype that contradicts `float32`.
 
     plan: "affine" and "exact" are the same: quantized matrices get MLX's formats, where `_groups` allows it; types
@@ -41,7 +41,7 @@ class Options:
     `activations` chooses.
     """
 
-    plan: Choice = "packed"
+    plan: FormatChoice = "packed"
     float32: bool = False
     dtype: str | None = None
 
@@ -54,7 +54,7 @@ class Options:
             raise ValueError(f"dtype={self.dtype!r}: not together with gguf_exact, whose values are float32")
 
 
-class Form(NamedTuple):
+class TensorForm(NamedTuple):
     """A parameter's format: bits of a code, mode, and the type of scales or, if not quantized, of values.
 
     mode: MLX's, or a name in BLOCK_FORMATS. If not quantized, bits is 0 and mode "".
@@ -74,15 +74,15 @@ class Form(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Parameter:
+class GGUFParameter:
     """A parameter: path, name in the written file, the GGUF tensors and change that make it, shape and format."""
 
     path: str
     name: str
     entries: tuple[Entry, ...]
-    change: Change
+    change: TensorChange
     shape: tuple[int, ...]
-    form: Form
+    form: TensorForm
 
     @property
     def rows(self) -> int:
@@ -104,7 +104,7 @@ class Parameter:
         return found | ({f"{module}.biases": scales} if self.form.mode == "affine" else {})
 
 
-class Row(NamedTuple):
+class FormatRow(NamedTuple):
     """The matrices of one GGUF type `kind` and one format in MLX.
 
     tensors: number of GGUF tensors. before, after: their bytes in the GGUF file, and as written. loss: the error;
@@ -112,14 +112,14 @@ class Row(NamedTuple):
     """
 
     kind: str
-    form: Form
+    form: TensorForm
     tensors: int
     before: int
     after: int
     loss: Loss | None
 
 
-def bits_of(kind: str, plan: Choice) -> int:
+def bits_of(kind: str, plan: FormatChoice) -> int:
     """Return the bits of a code in MLX's own formats for tensors of a GGUF type.
 
     For types without an equivalent, and with "small" for IQ4 types, `plan` decides.
@@ -130,7 +130,7 @@ def bits_of(kind: str, plan: Choice) -> int:
     return SMALL.get(kind, SMALL_BITS) if plan == "small" else LARGEST_BITS
 
 
-def activations(source: GGUFSource, options: Options) -> mx.Dtype:
+def activations(source: GGUFSource, options: GGUFOptions) -> mx.Dtype:
     """Return the type of unquantized parameters: the option's, else one that follows from the file's matrices.
 
     If a matrix is quantized, the type is float16, or float32 if another matrix is BF16. If no matrix is quantized,
@@ -148,7 +148,7 @@ def activations(source: GGUFSource, options: Options) -> mx.Dtype:
     return mx.float16 if source.family.float16 and "BF16" not in kinds else mx.float32
 
 
-def make_plan(source: GGUFSource, options: Options) -> list[Parameter]:
+def make_plan(source: GGUFSource, options: GGUFOptions) -> list[GGUFParameter]:
     """Return every parameter of the source's model with its format; no weight is read."""
     dtype = activations(source, options)
     modules = dict(source.model.named_modules())
@@ -167,12 +167,12 @@ def make_plan(source: GGUFSource, options: Options) -> list[Parameter]:
             form = form or _groups(entries, change, options, mx.float32 if wide else mx.float16)
         if form is None:
             kept = path.endswith(KEPT_FLOAT32) or (keeps is not None and not keeps(path))
-            form = Form(0, "", mx.float32 if kept else dtype)
-        found.append(Parameter(path, stored_name(source.model, path), entries, change, shape, form))
+            form = TensorForm(0, "", mx.float32 if kept else dtype)
+        found.append(GGUFParameter(path, stored_name(source.model, path), entries, change, shape, form))
     return found
 
 
-def _packed(entries: tuple[Entry, ...], change: Change, options: Options) -> Form | None:
+def _packed(entries: tuple[Entry, ...], change: TensorChange, options: GGUFOptions) -> TensorForm | None:
     """Return the block format that stores a parameter's matrices, or None if `options.plan` is not "packed".
 
     None also for tensors of several types or of one outside PACKED, for changed values, and for another order of
@@ -183,7 +183,7 @@ def _packed(entries: tuple[Entry, ...], change: Change, options: Options) -> For
         return None
     form = PACKED[kind]
     reordered = change.columns is not None and (form.mode != "iq4_nl" or not _whole_groups(change.columns))
-    return None if reordered else Form(form.bits, form.mode, mx.uint16)
+    return None if reordered else TensorForm(form.bits, form.mode, mx.uint16)
 
 
 def _whole_groups(columns: np.ndarray) -> bool:
@@ -192,7 +192,9 @@ def _whole_groups(columns: np.ndarray) -> bool:
     return not ((runs[:, :1] % GROUP).any() or (np.diff(runs, axis=1) != 1).any())
 
 
-def _groups(entries: tuple[Entry, ...], change: Change, options: Options, scales: mx.Dtype) -> Form | None:
+def _groups(
+    entries: tuple[Entry, ...], change: TensorChange, options: GGUFOptions, scales: mx.Dtype
+) -> TensorForm | None:
     """Return the quantized format for the matrices of a parameter, None to store floating-point numbers.
 
     The result is None if a tensor has floating-point numbers, if values or the inside of groups of 32 change, if rows
@@ -207,10 +209,12 @@ def _groups(entries: tuple[Entry, ...], change: Change, options: Options, scales
     if len(modes) > 1:
         return None
     mode = modes.pop()
-    return Form(max(bits_of(kind, options.plan) for kind in kinds), mode, scales if mode == "affine" else mx.uint8)
+    return TensorForm(
+        max(bits_of(kind, options.plan) for kind in kinds), mode, scales if mode == "affine" else mx.uint8
+    )
 
 
-def groups(entry: Entry, rows: np.ndarray, form: Form) -> Groups:
+def groups(entry: Entry, rows: np.ndarray, form: TensorForm) -> Groups:
     """Return a tensor's rows of GGUF blocks, uint8 [rows, bytes], as `Groups` in a quantized format.
 
     Codes have at most the format's bits. A type without an equivalent, or whose equivalent has more bits than the
@@ -224,13 +228,13 @@ def groups(entry: Entry, rows: np.ndarray, form: Form) -> Groups:
     return requantized(entry.kind, rows, bits)
 
 
-def summarize(parameters: list[Parameter], *, measure: bool) -> list[Row]:
-    """Return a `Row` for each GGUF type and format (`Form`) of matrices, sorted by bytes in the file, most first.
+def summarize(parameters: list[GGUFParameter], *, measure: bool) -> list[FormatRow]:
+    """Return a `FormatRow` for each GGUF type and `TensorForm` of matrices, sorted by bytes in the file, most first.
 
     A parameter of several tensors counts by its first one's type. measure: also measure the error of the format on
     sampled weights, which raises ValueError for a type that cannot be dequantized.
     """
-    alike: dict[tuple[str, Form], list[Parameter]] = {}
+    alike: dict[tuple[str, TensorForm], list[GGUFParameter]] = {}
     for parameter in parameters:
         if len(parameter.shape) > 1 or parameter.form.bits:
             alike.setdefault((parameter.entries[0].kind, parameter.form), []).append(parameter)
@@ -239,11 +243,11 @@ def summarize(parameters: list[Parameter], *, measure: bool) -> list[Row]:
         entries = [entry for parameter in group for entry in parameter.entries]
         before = sum(entry.nbytes for entry in entries)
         after = sum(output.nbytes for parameter in group for output in parameter.outputs().values())
-        rows.append(Row(kind, form, len(entries), before, after, _measured(form, entries) if measure else None))
+        rows.append(FormatRow(kind, form, len(entries), before, after, _measured(form, entries) if measure else None))
     return sorted(rows, key=lambda row: -row.before)
 
 
-def _measured(form: Form, entries: list[Entry]) -> Loss | None:
+def _measured(form: TensorForm, entries: list[Entry]) -> Loss | None:
     """Return a format's error on at most SAMPLED_ROWS rows of at most SAMPLED_TENSORS tensors.
 
     None if these have no error, and for quantized formats that are not affine, which are exact. The error is NaN if a
@@ -263,7 +267,7 @@ def _measured(form: Form, entries: list[Entry]) -> Loss | None:
     return found if found.worst else None
 
 
-def _as_stored(entry: Entry, rows: np.ndarray, values: np.ndarray, form: Form) -> np.ndarray:
+def _as_stored(entry: Entry, rows: np.ndarray, values: np.ndarray, form: TensorForm) -> np.ndarray:
     """Return what a format stores for some rows of a tensor, as values in float32.
 
     rows: GGUF blocks, from which an affine format is made. values: the same rows dequantized, which are rounded to an
@@ -283,7 +287,7 @@ def chunks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
     yield from ((begin, min(begin + size, rows)) for begin in range(0, rows, size))
 
 
-def listed_quantization(parameters: list[Parameter]) -> dict[str, Any] | None:
+def listed_quantization(parameters: list[GGUFParameter]) -> dict[str, Any] | None:
     """Return config.json's "quantization" for the target, as `listed`; None if no matrix of it is quantized.
 
     Of equally frequent formats, the one with fewest bits is the default in it.

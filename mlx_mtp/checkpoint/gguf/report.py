@@ -7,7 +7,7 @@ import mlx.core as mx
 from ...kernels import BLOCK_FORMATS
 from ..report import size, table
 from .convert import Prepared
-from .plan import Row
+from .plan import FormatRow
 from .tokenizer import described
 
 RATE = 100e6  # bytes of a GGUF file that one core transcodes in a second; a low estimate
@@ -54,7 +54,7 @@ def read_by(prepared: Prepared) -> str:
     return f"mlx_mtp, not mlx-lm ({', '.join(modes)}); --gguf-plan affine writes MLX's formats" if modes else ""
 
 
-def _row(row: Row, prepared: Prepared) -> str:
+def _row(row: FormatRow, prepared: Prepared) -> str:
     share = row.before / max(sum(r.before for r in prepared.rows), 1)
     error = ": exact" if prepared.measured else ""
     if row.loss is not None:

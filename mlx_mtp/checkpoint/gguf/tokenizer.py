@@ -20,7 +20,7 @@ NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_to
 
 
 @dataclass(frozen=True)
-class Tokenizer:
+class TokenizerFiles:
     """The contents of tokenizer.json and tokenizer_config.json, and the stop tokens."""
 
     backend: dict[str, Any]
@@ -68,7 +68,7 @@ class _Vocabulary:
         return self.get("ggml.pre", str, "default")
 
 
-def make_tokenizer(meta: Meta) -> Tokenizer:
+def make_tokenizer(meta: Meta) -> TokenizerFiles:
     """Return the contents of a Hugging Face tokenizer's files, and its stop tokens, from a GGUF file's metadata.
 
     Nothing is written; the tokenizer is built once as a check. ValueError if the metadata have no tokenizer, or one
@@ -82,7 +82,7 @@ def make_tokenizer(meta: Meta) -> Tokenizer:
     backend = make_backend(vocabulary)
     with one_line(f"{meta.file}: its tokenizer cannot be built"):
         Backend.from_str(json.dumps(backend))
-    return Tokenizer(backend, _config(vocabulary, meta), _end_tokens(vocabulary))
+    return TokenizerFiles(backend, _config(vocabulary, meta), _end_tokens(vocabulary))
 
 
 def described(meta: Meta) -> str:

@@ -12,11 +12,13 @@ from ...kernels import BLOCK_FORMATS
 from ...machine.errors import naming
 from .. import convert_writer as writer
 from .blocks import GROUP, Groups, pack
-from .plan import Parameter, chunks, groups
+from .plan import GGUFParameter, chunks, groups
 from .requantize import dequantized
 
 
-def write(files: dict[Path, dict[str, Any]], parameters: list[Parameter], progress: writer.Progress | None) -> None:
+def write(
+    files: dict[Path, dict[str, Any]], parameters: list[GGUFParameter], progress: writer.Progress | None
+) -> None:
     """Write all parameters to their files, which are replaced; ValueError for NaN or infinity in the GGUF file.
 
     Scales that overflow float16 are an error, too. files: by path, the tensors to write. progress: called after each
@@ -41,7 +43,7 @@ def write(files: dict[Path, dict[str, Any]], parameters: list[Parameter], progre
                 os.fsync(f.fileno())
 
 
-def _write_parameter(parameter: Parameter, places: dict[str, tuple[int, int]]) -> Any:
+def _write_parameter(parameter: GGUFParameter, places: dict[str, tuple[int, int]]) -> Any:
     """Write a parameter in ranges of rows, and yield the number of bytes of each range.
 
     places: by tensor name, the file descriptor and the offset of its data.
@@ -68,7 +70,7 @@ def _put(handle: int, piece: np.ndarray, begin: int) -> None:
         data, begin = data[done:], begin + done
 
 
-def _rows(parameter: Parameter, begin: int, end: int) -> Any:
+def _rows(parameter: GGUFParameter, begin: int, end: int) -> Any:
     """Yield (tensor, its rows, their indices in the range) for each tensor with rows in a range of a parameter.
 
     begin, end: the range, in the parameter's order of rows. rows: uint8 [n, bytes of a row], as in the GGUF file.
@@ -88,7 +90,7 @@ def _rows(parameter: Parameter, begin: int, end: int) -> Any:
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def _quantized(parameter: Parameter, begin: int, end: int) -> list[np.ndarray]:
+def _quantized(parameter: GGUFParameter, begin: int, end: int) -> list[np.ndarray]:
     """Return a range of rows as packed codes, scales and, of affine formats, biases.
 
     ValueError for NaN or infinity, or scales or biases that overflow float16.
@@ -112,7 +114,7 @@ def _quantized(parameter: Parameter, begin: int, end: int) -> list[np.ndarray]:
     return [words, *stored]
 
 
-def _check_finite(parameter: Parameter, arrays: list[np.ndarray], cause: str = "NaN or infinity") -> None:
+def _check_finite(parameter: GGUFParameter, arrays: list[np.ndarray], cause: str = "NaN or infinity") -> None:
     """Raise ValueError, whose message states the cause, if an array of a parameter has NaN or infinity."""
     if not all(np.isfinite(array).all() for array in arrays):
         raise ValueError(f"{parameter.entries[0].file}: tensor {parameter.entries[0].name} holds {cause}")
@@ -129,7 +131,7 @@ def _joined(parts: list[tuple[Groups, np.ndarray]]) -> Groups:
     return Groups(*joined)
 
 
-def _floats(parameter: Parameter, begin: int, end: int) -> np.ndarray:
+def _floats(parameter: GGUFParameter, begin: int, end: int) -> np.ndarray:
     """Return unquantized rows as the bytes of the stored type, [rows, bytes]; ValueError for NaN or infinity.
 
     With `change.values` the range has to be all rows.

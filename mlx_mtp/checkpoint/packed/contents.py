@@ -10,11 +10,11 @@ from typing import Any
 import mlx.core as mx
 
 from ..files import Header, read_tensors
-from ..quant_methods import Settings, settings_of
+from ..quant_methods import QuantSettings, settings_of
 from ..sort_tensors import OF_ACTIVATIONS, Contents
-from ..weight_files import Stored
+from ..weight_files import StoredTensors
 from .find import find_packed, replaced
-from .modules import Found, Packed
+from .modules import Packed, PackedModule
 
 MANTISSA, EXPONENT, INFINITY = 0x7FFFFF, 23, 255  # of float32: mask, bits after the exponent, its largest value
 BLOCK = 512  # bytes of a block in `stat`
@@ -33,7 +33,7 @@ def with_packed(contents: Contents, path: Path, config: dict[str, Any]) -> Conte
     return replace(contents, trunk=trunk, heads=heads, packed=packed)
 
 
-def recognize(path: Path, config: dict[str, Any], header: Header, stored: Stored | None) -> dict[str, Packed]:
+def recognize(path: Path, config: dict[str, Any], header: Header, stored: StoredTensors | None) -> dict[str, Packed]:
     """Return the packed weights among a checkpoint's tensors by module; ValueError as `with_packed`.
 
     Read here are the order of columns in groups, where it is stored (ValueError for another order than that of the
@@ -49,12 +49,12 @@ def recognize(path: Path, config: dict[str, Any], header: Header, stored: Stored
     for module in failed:
         weight = packed[module]
         if (order := next((name for name in ORDERS if name in weight.parts), None)) is not None:
-            found = Found(path, module, weight.parts, settings[weight.tensor.file.parent])
+            found = PackedModule(path, module, weight.parts, settings[weight.tensor.file.parent])
             raise found.refuse(f"tensor {module}.{order} puts columns into groups out of order (act-order, desc_act)")
     return {module: weight for module, weight in packed.items() if module not in failed}
 
 
-def _settings(path: Path, config: dict[str, Any], folder: Path) -> Settings:
+def _settings(path: Path, config: dict[str, Any], folder: Path) -> QuantSettings:
     """Return the quantization settings of weight files in a folder: those of `config` for a folder inside `path`.
 
     Another folder belongs to another checkpoint, whose config.json in that folder is used; a missing or damaged

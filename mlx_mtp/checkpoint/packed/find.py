@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..files import Header
-from ..quant_methods import PLAIN, Settings
-from ..weight_files import Stored
+from ..quant_methods import PLAIN, QuantSettings
+from ..weight_files import StoredTensors
 from .floats import fp4, fp8, is_fp4
 from .integers import pack_quantized, qweight
-from .modules import Found, Packed
+from .modules import Packed, PackedModule
 
 CODES = ("weight_packed", "qweight")
 SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "scales", "pre_quant_scale")
@@ -17,7 +17,7 @@ METHODS = (None, *PLAIN, "modelopt", "compressed-tensors", "awq", "gptq")
 
 
 def find_packed(
-    path: Path, header: Header, settings: dict[Path, Settings], stored: Stored | None
+    path: Path, header: Header, settings: dict[Path, QuantSettings], stored: StoredTensors | None
 ) -> dict[str, Packed]:
     """Return the packed weights by module; ValueError for incomplete ones, and for unsupported variants of a method.
 
@@ -34,7 +34,7 @@ def find_packed(
         if parts.keys() <= {"weight", "scales"}:
             continue
         try:
-            packed = _read(Found(path, module, parts, settings[next(iter(parts.values())).file.parent]))
+            packed = _read(PackedModule(path, module, parts, settings[next(iter(parts.values())).file.parent]))
         except ValueError as e:
             names = (f"{module}.{suffix}" for suffix in (*CODES, "weight", *OTHERS))
             absent = (stored.missing(name) for name in names if stored and name in stored.absent)
@@ -44,7 +44,7 @@ def find_packed(
     return found
 
 
-def _read(found: Found) -> Packed | None:
+def _read(found: PackedModule) -> Packed | None:
     """Return a module's packed weight; None for another quantization method, or where `fp8` returns None."""
     parts = found.parts
     if found.settings.method not in METHODS:

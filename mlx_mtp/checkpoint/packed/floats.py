@@ -1,13 +1,13 @@
 """Recognize packed floating-point weights: NVFP4, MXFP4, and 8-bit floats."""
 
 from ..files import FLOATS
-from .modules import MATRICES, Found, Packed
+from .modules import MATRICES, Packed, PackedModule
 
 E8M0 = ("U8", "F8_E8M0")
 POWERS = "expected powers of two for whole groups of 32 numbers in a row"
 
 
-def is_fp4(found: Found) -> bool:
+def is_fp4(found: PackedModule) -> bool:
     """Return whether the module's "weight" contains pairs of 4-bit floats, as modelopt writes them."""
     parts = found.parts
     weight, scale = parts.get("weight"), parts.get("weight_scale")
@@ -20,7 +20,7 @@ def is_fp4(found: Found) -> bool:
     return scale.dtype == "F8_E4M3" or rows
 
 
-def fp4(found: Found, codes: str) -> Packed:
+def fp4(found: PackedModule, codes: str) -> Packed:
     """Return the `Packed` of 4-bit floats, two in a byte: MXFP4 if groups of 32 have power-of-two scales, else NVFP4.
 
     NVFP4 has groups of 16. codes: suffix of the tensor with the floats, "weight" or "weight_packed". ValueError if a
@@ -39,7 +39,7 @@ def fp4(found: Found, codes: str) -> Packed:
     return Packed("nvfp4", parts, codes, "weight_scale", shape, 4, 16)
 
 
-def fp8(found: Found) -> Packed | None:
+def fp8(found: PackedModule) -> Packed | None:
     """Return the `Packed` of 8-bit floats: one scale, one per matrix or row, or powers of two per group or block.
 
     Groups are 32 numbers of a row. None for other weights or scales. Float32 scales of blocks may be other numbers

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..files import FLOATS
-from .modules import WORD, Found, Packed
+from .modules import WORD, Packed, PackedModule
 
 INTEGERS, FREE_BITS = ("I32", "U32"), (4, 8)
 GROUPS = (128, 64, 32)  # group sizes of MLX's affine format, the largest first
@@ -11,7 +11,7 @@ GPTQ_BITS = (2, 3, 4, 8)
 ALL = -1  # GPTQ's group size if a row is one group
 
 
-def qweight(found: Found) -> Packed:
+def qweight(found: PackedModule) -> Packed:
     """Return the `Packed` of AWQ's or GPTQ's integers.
 
     Without a method in config.json, equal last dimensions of "qweight" and "scales" mean GPTQ.
@@ -22,7 +22,7 @@ def qweight(found: Found) -> Packed:
     return (gptq if method == "gptq" else awq)(found)
 
 
-def awq(found: Found) -> Packed:
+def awq(found: PackedModule) -> Packed:
     """Return the `Packed` of AWQ's integers of 4 bits [columns, rows / 8], in the layout "gemm"."""
     values = found.settings.values
     version, bits = values.get("version", "gemm"), values.get("bits", values.get("w_bit", 4))
@@ -37,7 +37,7 @@ def awq(found: Found) -> Packed:
     return _packed("awq", found, ("qweight", "scales"), (rows, columns), 4, groups)
 
 
-def gptq(found: Found) -> Packed:
+def gptq(found: PackedModule) -> Packed:
     """Return the `Packed` of GPTQ's integers [columns * bits / 32, rows]; `recognize` checks the groups' order."""
     values = found.settings.values
     height, rows = _two(found, "qweight")
@@ -58,7 +58,7 @@ def gptq(found: Found) -> Packed:
     return _packed("gptq", found, ("qweight", "scales"), (rows, columns), bits, groups, **more)
 
 
-def pack_quantized(found: Found) -> Packed:
+def pack_quantized(found: PackedModule) -> Packed:
     """Return the `Packed` of compressed-tensors' integers [rows, columns * bits / 32].
 
     The bits are those of the module's entry in config_groups, by default 4.
@@ -80,14 +80,14 @@ def pack_quantized(found: Found) -> Packed:
     return _packed("int", found, ("weight_packed", "weight_scale"), (rows, columns), bits, groups)
 
 
-def _two(found: Found, suffix: str) -> tuple[int, int]:
+def _two(found: PackedModule, suffix: str) -> tuple[int, int]:
     shape = found.matrix(suffix)
     if len(shape) != 2:
         raise found.refuse(f"{found.stored(suffix)}; expected a matrix")
     return shape[0], shape[1]
 
 
-def _groups(found: Found, columns: int, groups: int) -> int:
+def _groups(found: PackedModule, columns: int, groups: int) -> int:
     """Return `groups`, the number of groups in a row of `columns` numbers.
 
     ValueError unless the size of a group is a multiple of 32, and equal to that in config.json, if it states one.
@@ -104,7 +104,13 @@ def _groups(found: Found, columns: int, groups: int) -> int:
 
 
 def _packed(
-    kind: str, found: Found, names: tuple[str, str], shape: tuple[int, int], bits: int, groups: int, **more: Any
+    kind: str,
+    found: PackedModule,
+    names: tuple[str, str],
+    shape: tuple[int, int],
+    bits: int,
+    groups: int,
+    **more: Any,
 ) -> Packed:
     """Return a packed weight with the largest of MLX's group sizes that divides its groups."""
     size = shape[1] // groups

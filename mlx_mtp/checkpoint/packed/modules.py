@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..files import FLOATS, Header, Tensor
-from ..quant_methods import Settings, refusal
+from ..quant_methods import QuantSettings, refusal
 
 WORD = 32  # bits of the integers that contain packed ones
 MATRICES = (2, 3)  # dimensions of a matrix, and of a stack
@@ -82,7 +82,7 @@ class Packed:
 
 
 @dataclass(frozen=True)
-class Found:
+class PackedModule:
     """A module whose tensors look packed, for the checks.
 
     path: the checkpoint's directory, for messages. parts: the module's tensors by suffix. settings: of the checkpoint
@@ -92,7 +92,7 @@ class Found:
     path: Path
     module: str
     parts: Header
-    settings: Settings
+    settings: QuantSettings
 
     def refuse(self, found: str) -> ValueError:
         """Return the error that the method's variant is not supported; found: the reason."""

@@ -5,8 +5,8 @@ from typing import Any
 import mlx.core as mx
 
 from ...layers.block_drafter import BlockNetwork
-from ...layers.lm_head import Rows, head_on, logits_of
-from ..draft_sampling import Choice, Choosers, LogitRow, joined
+from ...layers.lm_head import NormedRows, head_on, logits_of
+from ..draft_sampling import Choosers, Draft, LogitRow, joined
 from ..members import Members
 from ..run import Drafts
 
@@ -55,10 +55,10 @@ class BlockChoice:
             return None
         rows, own = rows.astype(self.model.no_hidden().dtype), self.choose.drawn
         if not own:
-            return Rows(head, rows.flatten(0, 1)).greedy().reshape(rows.shape[:2])
+            return NormedRows(head, rows.flatten(0, 1)).greedy().reshape(rows.shape[:2])
         if len(own) < self.choose.n or not all(c.mode == "coupled" and c.options.unfiltered for c in own.values()):
             return None
-        pairs = ((Rows(head, rows[i]), self.first[i : i + 1], c) for i, c in own.items())
+        pairs = ((NormedRows(head, rows[i]), self.first[i : i + 1], c) for i, c in own.items())
         return mx.stack([each.draw(c.key, at, c.options.temp) for each, at, c in pairs])
 
     def _logits(self, rows: mx.array) -> mx.array:
@@ -75,7 +75,7 @@ class BlockChoice:
         """Return drafts chosen row by row; with a Markov head each row's logits depend on the draft before it."""
         net: Any = self.net
         tokens = net.token(mx.arange(logits.shape[-1])) if "d2t" in net else None
-        before, state, choices = self.newest, None, list[Choice]()
+        before, state, choices = self.newest, None, list[Draft]()
         if not (self.choose.drawn or self.choose.masked or net.shape.markov or self.by_head):
             best = mx.argmax(logits, axis=-1).astype(mx.int32)
             return Drafts(net.token(best).astype(mx.int32))
@@ -97,7 +97,7 @@ class BlockChoice:
         selector: Any = self.net.candidate_selector
         tokens, values = selector.candidates(logits)
         projected = selector.hidden_projection(rows)
-        before, choices = self.newest, list[Choice]()
+        before, choices = self.newest, list[Draft]()
         for i in range(rows.shape[1]):
             scores = values[:, i] + selector.edges(projected[:, i], before, tokens[:, i])
             row = LogitRow(scores, tokens[:, i], self.model.vocab_size)

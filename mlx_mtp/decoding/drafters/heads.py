@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ...cache.step_cache import StepCache
 from ...layers.target import Target
-from ..draft_sampling import Choice, Choosers, HeadOutput, joined
+from ..draft_sampling import Choosers, Draft, HeadOutput, joined
 from ..picture_rows import next_embeddings, place_head
 from ..run import Drafts, Run, rows_at
 from .drafter import Drafter, Frame
@@ -41,7 +41,7 @@ class Heads(Drafter):
         """
         model, cache = frame.model, frame.cache
         choose = Choosers(frame.members, frame.allowed, confidence=frame.plan.p_min)
-        rows, accepted, choices = run.size, run.last, list[Choice]()
+        rows, accepted, choices = run.size, run.last, list[Draft]()
         tokens, hidden, kept = run.tokens, model.capture(run.hidden), []
         first, row = cache.layers[0].offset + 1, hidden
         for depth, (head, kv) in enumerate(zip(model.mtp, cache.heads, strict=False)):
@@ -96,7 +96,7 @@ class Heads(Drafter):
         cache.kept = kept
 
 
-def _recycled(model: Target, cache: StepCache, row: mx.array, last: Choice, k: int, choose: Choosers) -> list[Choice]:
+def _recycled(model: Target, cache: StepCache, row: mx.array, last: Draft, k: int, choose: Choosers) -> list[Draft]:
     """Return k - 1 more drafts of the one head, which reads its own output row [n, 1, H] and its last draft."""
     (head,), (kv,) = model.mtp, cache.heads
     offset, more = cache.layers[0].offset, []

@@ -16,7 +16,7 @@ from ...cache.prompt_cache import PromptCache
 from ...cache.ring import MAX_ROWS
 from ...cache.step_cache import seek
 from ...layers.target import Target
-from ..draft_sampling import Choice, Choosers, joined
+from ..draft_sampling import Choosers, Draft, joined
 from ..run import NO_DRAFTS, Drafts, Run, rows_at
 from .drafter import Drafter, Frame
 
@@ -48,7 +48,7 @@ class SmallModel(Drafter):
         cache.heads_follow()
         return joined(choices) if k else NO_DRAFTS
 
-    def _drafts(self, frame: Frame, row: mx.array, k: int) -> list[Choice]:
+    def _drafts(self, frame: Frame, row: mx.array, k: int) -> list[Draft]:
         """Return k drafts, the first from the output row [n, 1, H]; recurrent states end as they were before."""
         cache, choose = frame.cache, Choosers(frame.members, frame.allowed, confidence=frame.plan.p_min > 0)
         states, offset = [(c, c.parts) for c in cache.heads if c.is_state], cache.layers[0].offset

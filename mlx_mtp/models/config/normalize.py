@@ -18,7 +18,7 @@ from .. import field_names, find_family, text_args
 from . import rope as rotary
 from .layers import LETTERED, PATTERNS, letters
 from .names import COMMON, NEUTRAL, NULLABLE, SPELLINGS, TIES, WINDOW
-from .unread import Reader
+from .unread import UnreadKeys
 
 Config = dict[str, Any]
 TEXT = "text_config"
@@ -84,13 +84,13 @@ def _of_family(family: ModuleType, config: Config) -> Normalized:
     inner = text_args(family, text)
     read = field_names(inner) | (set() if nested else outer)
     normal, unplaced = _normal(getattr(family.ModelArgs, "respelled", dict)(text), read, inner)
-    reader = Reader(text.get("model_type") or config["model_type"], read, family)
+    reader = UnreadKeys(text.get("model_type") or config["model_type"], read, family)
     unread, unsupported = reader.unread_keys(normal, unplaced)
     if not nested:
         return Normalized(normal, unsupported=unsupported, unread=unread)
     rest = {name: value for name, value in config.items() if not isinstance(value, dict) and name not in NEUTRAL}
     unread = [f"{TEXT}.{name}" for name in unread]
-    unread += Reader(config["model_type"], outer | read | {TEXT}, family).unread_keys(rest, {})[0]
+    unread += UnreadKeys(config["model_type"], outer | read | {TEXT}, family).unread_keys(rest, {})[0]
     shared = {name: normal[name] for name in SHARED if normal.get(name) is not None}
     stated = {name: value for name, value in config.items() if value is not None or name not in shared}
     return Normalized(_with_dtype({**shared, **stated, TEXT: normal}), unsupported=unsupported, unread=unread)

@@ -35,7 +35,7 @@ ALWAYS |= {"llama_4_scaling_beta", "finetuned", "max_position_embeddings", LENGT
 HAVE_LENGTH = {"llama3", "yarn", "longrope"}
 
 
-class Rope:
+class RopeConfig:
     """Rotary embeddings of a config: `kinds` maps a layer type, or "" for all layers, to its parameters."""
 
     def __init__(self, config: Config):
@@ -67,10 +67,10 @@ class Rope:
 def write(config: Config, fields: set[str]) -> tuple[Config, dict[str, Any]]:
     """Return (a config's rotary values under names in `fields`, the values, by name, that no such field can hold).
 
-    Both are empty if the config states no rotary embedding. ValueError as of `Rope`: for an unknown type of scaling,
-    or values of the wrong kind or that MLX's modules cannot have.
+    Both are empty if the config states no rotary embedding. ValueError as of `RopeConfig`: for an unknown type of
+    scaling, or values of the wrong kind or that MLX's modules cannot have.
     """
-    rope, found, unsupported = Rope(config), {}, {}
+    rope, found, unsupported = RopeConfig(config), {}, {}
     if not rope.stated:
         return {}, {}
     main, local = rope.main, rope.local

@@ -9,13 +9,13 @@ from mlx_lm.models import rope_utils
 from mlx_lm.models.rope_utils import YarnRoPE, initialize_rope
 
 from .. import field_names, find_family, text_args
-from .rope import LENGTH, Rope, scaled
+from .rope import LENGTH, RopeConfig, scaled
 
 SCALED = tuple(kind for name, kind in vars(rope_utils).items() if isinstance(kind, type) and name.endswith("RoPE"))
 APPLIED = ("linear", "dynamic", "llama3", "yarn")  # types that need no other change of a layer
 NOT_APPLIED = "the implementation of this family does not apply them"
 KEYS = {"rope_scaling", "rope_parameters"}
-Place = tuple[nn.Module, str, Any]  # a module, the name of one of its parts, and the part
+NamedPart = tuple[nn.Module, str, Any]  # a module, the name of one of its parts, and the part
 
 
 def apply_rope(model: nn.Module, config: dict[str, Any]) -> None:
@@ -25,7 +25,7 @@ def apply_rope(model: nn.Module, config: dict[str, Any]) -> None:
     but YaRN gets unrounded bounds if `truncate` is false. Raises ValueError if a scaling cannot be applied.
     """
     text = config.get("text_config") or config
-    rope = Rope(text)
+    rope = RopeConfig(text)
     if not rope.stated:
         return
     places = [(m, name, part) for m in model.modules() for name, part in m.items() if isinstance(part, nn.Module)]
@@ -52,7 +52,7 @@ def _rotate_in_part(modules: list[Any], text: dict[str, Any], part: float) -> No
             module.dims = int(size * part)
 
 
-def _scale(plain: list[Place], others: list[Any], rope: Rope, longest: int | None) -> None:
+def _scale(plain: list[NamedPart], others: list[Any], rope: RopeConfig, longest: int | None) -> None:
     """Replace plain modules by scaled ones if none is scaled yet; do not round YaRN's bounds if `truncate` is false.
 
     plain, others: unscaled places, and scaled modules, to which new ones are appended. longest: the maximum context.

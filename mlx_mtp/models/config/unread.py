@@ -17,7 +17,7 @@ DECIDED, NO_MATTER = frozenset(BY_TENSORS.split()), frozenset(HARMLESS.split())
 
 
 @dataclass(frozen=True)
-class Reader:
+class UnreadKeys:
     """Finds the keys of a config that a family does not read.
 
     read: the fields of its dataclass. family: its module, whose Model lists keys in IMPLIED of which it implements
@@ -35,7 +35,7 @@ class Reader:
         implemented. A window that equals the default is a warning.
         """
         left = {name: value for name, value in config.items() if self._matters(name, value, config)}
-        warned, refused = [f"rope_parameters.{name}" for name in rotary.Rope(config).unread()], []
+        warned, refused = [f"rope_parameters.{name}" for name in rotary.RopeConfig(config).unread()], []
         if not left and not unplaced:
             return warned, refused
         known = {name: value for name, value in config.items() if name in self.read | rotary.KEYS}

@@ -8,7 +8,7 @@ import numpy as np
 
 from .blocks import EXPERTS, FFN_NORM, MLP, POST_NORM, SELF_ATTENTION
 from .common import basics, rotary, routed
-from .family import NO_CHANGE, Change, Family, unchanged
+from .family import NO_CHANGE, Family, TensorChange, unchanged
 from .meta import Meta
 from .orders import unpermuted
 from .rope import from_factors
@@ -44,7 +44,7 @@ def factors(meta: Meta, base: float, rotated: int | None = None) -> dict[str, An
     return {"rope_scaling": from_factors(meta, found, base)}
 
 
-def unpermuted_attention(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
+def unpermuted_attention(meta: Meta, path: str, shape: tuple[int, ...]) -> TensorChange:
     """Return the change that restores the row order of queries and keys, which converters change to Meta's.
 
     Parameters at other paths get no change. ValueError if the rows do not fit the number of heads.
@@ -54,7 +54,7 @@ def unpermuted_attention(meta: Meta, path: str, shape: tuple[int, ...]) -> Chang
             heads = int(max(meta.each(key, max(meta.each("attention.head_count")))))
             if shape[0] % (2 * heads):
                 raise ValueError(f"{meta.file}: {path} has {shape[0]} rows; expected a multiple of {2 * heads}")
-            return Change(rows=unpermuted(shape[0], heads))
+            return TensorChange(rows=unpermuted(shape[0], heads))
     return NO_CHANGE
 
 
@@ -88,12 +88,12 @@ def gemma3_config(meta: Meta) -> dict[str, Any]:
     }
 
 
-def centred_norms(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
+def centred_norms(meta: Meta, path: str, shape: tuple[int, ...]) -> TensorChange:
     """Return the change that subtracts from a norm's weights the 1 that converters add; none for other parameters.
 
     mlx-lm's Gemma adds the 1 again when it runs.
     """
-    return Change(values=lambda w: w - np.float32(1)) if path.endswith("norm.weight") else NO_CHANGE
+    return TensorChange(values=lambda w: w - np.float32(1)) if path.endswith("norm.weight") else NO_CHANGE
 
 
 LLAMA = Family(llama_config, {**SELF_ATTENTION, **MLP, **FFN_NORM}, unpermuted_attention, head={}, float16=True)

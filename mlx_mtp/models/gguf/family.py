@@ -16,7 +16,7 @@ HEAD = {f"nextn.{n}": n for n in ("eh_proj", "enorm", "hnorm", "embed_tokens")}
 HEAD |= {"nextn.shared_head_norm": "norm", "nextn.shared_head_head": "head"}
 
 
-class Change(NamedTuple):
+class TensorChange(NamedTuple):
     """How the tensors that become a parameter are changed, in this order; None is no change.
 
     rows, columns: indices of the tensors' rows (of all tensors, one after the other) and columns, in the parameter's
@@ -33,14 +33,14 @@ class Made(NamedTuple):
     """The names of the tensors that a parameter is made from, in the order of their rows, and their change."""
 
     tensors: tuple[str, ...]
-    change: Change
+    change: TensorChange
 
 
-NO_CHANGE = Change()
-Changes = Callable[[Meta, str, tuple[int, ...]], Change]
+NO_CHANGE = TensorChange()
+Changes = Callable[[Meta, str, tuple[int, ...]], TensorChange]
 
 
-def unchanged(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
+def unchanged(meta: Meta, path: str, shape: tuple[int, ...]) -> TensorChange:
     """Return no change, for any parameter."""
     return NO_CHANGE
 
@@ -133,11 +133,11 @@ def ends(inside: str, head: str, **others: str) -> dict[str, str]:
     return {**{name: f"{inside}{path}" for name, path in (ENDS | others).items()}, "output": head}
 
 
-def part_of_rows(shape: tuple[int, ...], part: int, parts: int) -> Change:
+def part_of_rows(shape: tuple[int, ...], part: int, parts: int) -> TensorChange:
     """Return the change that takes part number `part` of the `parts` equal parts of each expert's rows.
 
     shape: of the whole tensor, (experts, rows of all parts, columns).
     """
     experts, rows, columns = shape
     order = np.arange(experts * rows).reshape(experts, parts, -1)[:, part].reshape(-1)
-    return Change(rows=order, shape=(experts, rows // parts, columns))
+    return TensorChange(rows=order, shape=(experts, rows // parts, columns))

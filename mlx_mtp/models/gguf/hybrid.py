@@ -7,7 +7,7 @@ import numpy as np
 from .blocks import FFN, POST_NORM, QKV, SELF_ATTENTION, inside, shared_experts
 from .common import basics, grouped, rotary, routed
 from .dense import unpermuted_attention
-from .family import HEAD, NO_CHANGE, Change, Family, ends
+from .family import HEAD, NO_CHANGE, Family, TensorChange, ends
 from .meta import Meta
 from .orders import interleaved, untiled
 
@@ -74,14 +74,14 @@ def next_config(meta: Meta) -> dict[str, Any]:
     return found | {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
-def recurrent_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
+def recurrent_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> TensorChange:
     """Return the change that restores A_log, and the shapes of conv1d and the shared expert's gate; else none."""
     if path.endswith(".A_log"):
-        return Change(values=log_of_negative, shape=(shape[0],))
+        return TensorChange(values=log_of_negative, shape=(shape[0],))
     if path.endswith(".conv1d.weight"):
-        return Change(shape=(*shape[:2], 1))
+        return TensorChange(shape=(*shape[:2], 1))
     if path.endswith(".shared_expert_gate.weight"):
-        return Change(shape=(1, shape[-1]))
+        return TensorChange(shape=(1, shape[-1]))
     return NO_CHANGE
 
 
@@ -91,7 +91,7 @@ def log_of_negative(a: np.ndarray) -> np.ndarray:
         return np.log(-a)
 
 
-def qwen35_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
+def qwen35_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> TensorChange:
     """Return `recurrent_changes`, with value heads grouped by key head again; converters tile them.
 
     Only parameters of gated-delta layers are reordered. ValueError if a tensor's size does not fit the metadata.
@@ -112,7 +112,7 @@ def qwen35_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
     return change._replace(columns=order) if columns else change._replace(rows=order)
 
 
-def next_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
+def next_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> TensorChange:
     """Return `recurrent_changes`, or the change that orders the rows of in_proj_qkvz by key head.
 
     Converters sort those rows by kind (q, k, v, z) and split them into two tensors; a layer with one tensor, ssm_in,
@@ -124,7 +124,7 @@ def next_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
         k, key = sizes["linear_num_key_heads"], sizes["linear_key_head_dim"]
         value = sizes["linear_num_value_heads"] // k * sizes["linear_value_head_dim"]
         _check_size(meta, path, 2 * k * (key + value), shape[0])
-        return Change(rows=interleaved(k, key, key, value, value))
+        return TensorChange(rows=interleaved(k, key, key, value, value))
     return recurrent_changes(meta, path, shape)
 
 
@@ -195,18 +195,18 @@ def _nemotron_head(meta: Meta) -> dict[str, Any]:
     return found
 
 
-def nemotron_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
+def nemotron_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> TensorChange:
     """Return the change that restores Mamba2's A_log and shapes, or the row order of attention's queries and keys.
 
     Converters store Mamba2's vectors as matrices of one column.
     """
     size = int(np.prod(shape))
     if path.endswith(".A_log"):
-        return Change(values=log_of_negative, shape=(size,))
+        return TensorChange(values=log_of_negative, shape=(size,))
     if path.endswith((".mixer.D", ".mixer.norm.weight")):
-        return Change(shape=(size,))
+        return TensorChange(shape=(size,))
     if path.endswith(".conv1d.weight"):
-        return Change(shape=(*shape[:2], 1))
+        return TensorChange(shape=(*shape[:2], 1))
     return unpermuted_attention(meta, path, shape)
 
 

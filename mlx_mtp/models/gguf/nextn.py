@@ -9,7 +9,7 @@ import numpy as np
 from .blocks import ATTENTION_NORM, CORRECTION, FFN, FFN_NORM, POST_NORM, SELF_ATTENTION, inside, shared_experts
 from .common import basics, first_dense, grouped, rotary, routed, sparse_layers
 from .dense import factors
-from .family import HEAD, NO_CHANGE, Change, Family
+from .family import HEAD, NO_CHANGE, Family, TensorChange
 from .meta import Meta
 from .rope import scaling
 
@@ -153,7 +153,7 @@ def glm_dsa_config(meta: Meta) -> dict[str, Any]:
     return found
 
 
-def mla_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
+def mla_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> TensorChange:
     """Return the change that takes the keys' or the values' rows out of `attn_kv_b`, which older files do not split.
 
     The keys' part is transposed in each head. Other parameters get no change. ValueError if the rows do not fit the
@@ -168,8 +168,8 @@ def mla_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
         raise ValueError(f"{meta.file}: {path} has {shape[0]} rows, expected {expected}")
     rows = np.arange(shape[0]).reshape(heads, -1)
     if path.endswith(".unembed_out.weight"):
-        return Change(rows=rows[:, nope:].reshape(-1), shape=(heads, shape[0] // heads - nope, shape[1]))
-    return Change(
+        return TensorChange(rows=rows[:, nope:].reshape(-1), shape=(heads, shape[0] // heads - nope, shape[1]))
+    return TensorChange(
         rows=rows[:, :nope].reshape(-1),
         values=lambda keys: keys.reshape(heads, nope, -1).swapaxes(1, 2).reshape(-1, nope),
         shape=(heads, shape[1], nope),

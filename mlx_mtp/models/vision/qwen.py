@@ -63,7 +63,7 @@ def read_sizes(config: dict) -> Any:
     return found
 
 
-class Block(nn.Module):
+class TowerBlock(nn.Module):
     def __init__(self, sizes: Any):
         super().__init__()
         size = sizes.hidden_size
@@ -98,7 +98,7 @@ class Tower(nn.Module):
         patch = sizes.in_channels * sizes.temporal_patch_size * sizes.patch_size**2
         self.patch_embed = nn.Linear(patch, sizes.hidden_size)
         self.pos_embed = nn.Embedding(sizes.num_position_embeddings, sizes.hidden_size)
-        self.blocks = [Block(sizes) for _ in range(sizes.depth)]
+        self.blocks = [TowerBlock(sizes) for _ in range(sizes.depth)]
         self.merger = Merger(sizes)
 
     def sanitized(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:

@@ -74,7 +74,7 @@ class Scale(nn.Module):
         self.gamma = mx.ones(size)
 
 
-class Block(nn.Module):
+class TowerBlock(nn.Module):
     def __init__(self, sizes: Any):
         super().__init__()
         size = sizes.width
@@ -100,7 +100,7 @@ class Tower(nn.Module):
         self.conv1 = nn.Conv2d(3, size, sizes.patch_size, stride=sizes.patch_size, bias=False)
         self.positional_embedding = mx.zeros(((sizes.image_size // sizes.patch_size) ** 2, size))
         self.ln_pre = nn.LayerNorm(size, eps=sizes.eps)
-        self.transformer = [Block(sizes) for _ in range(sizes.layers)]
+        self.transformer = [TowerBlock(sizes) for _ in range(sizes.layers)]
         self.vit_downsampler1 = nn.Conv2d(size, 2 * size, 3, stride=2, padding=1)
         self.vit_downsampler2 = nn.Conv2d(2 * size, 4 * size, 3, stride=2, padding=1)
         self.projector = nn.Linear(4 * size, sizes.features, bias=bool(config.get("projector_bias", False)))

@@ -19,7 +19,7 @@ LARGEST = 3024  # pixels of the longer side; a larger picture is scaled down bef
 FEATURE = -1  # in `Views.tokens`: a row of features
 
 
-class Plan(NamedTuple):
+class Tiling(NamedTuple):
     """Sizes (width, height) of the overview, before it becomes a square, and of the picture that is cut into tiles.
 
     side: of a tile in pixels of that picture. across, down: numbers of tiles in a line and of lines, 0 without tiles.
@@ -98,7 +98,7 @@ class Pixels:
         resized = np.asarray(image.resize((side, side), pillow().Resampling.BILINEAR), np.float32)
         return (resized / 255 - np.array(self._mean, np.float32)) / np.array(self._std, np.float32)
 
-    def _plan(self, width: int, height: int) -> Plan:
+    def _plan(self, width: int, height: int) -> Tiling:
         """Return transformers' plan for a picture of this size in pixels."""
         square = min(width, height) < 32 and max(width, height) > 4 * min(width, height)
         if square:
@@ -113,12 +113,12 @@ class Pixels:
         elif long / short > 4:
             side = min(short, self._tile)
         if not side:
-            return Plan((width, height), (width, height), 0, 0, 0, square)
+            return Tiling((width, height), (width, height), 0, 0, 0, square)
         cut = [side * (n // side + (n % side > 0.2 * side)) if n >= side else n for n in (width, height)]
         across, down = (max(1, n // side) for n in cut)
-        return Plan((width, height), (cut[0], cut[1]), side, across, down, square)
+        return Tiling((width, height), (cut[0], cut[1]), side, across, down, square)
 
-    def _tokens(self, plan: Plan) -> list[int]:
+    def _tokens(self, plan: Tiling) -> list[int]:
         """Return `Views.tokens` of a picture: tiles between marks, line by line, with a mark between two lines.
 
         The overview between its marks is last.

@@ -151,7 +151,7 @@ def _alternatives(pattern: str) -> list[str]:
     return found
 
 
-class Document:
+class SchemaDocument:
     """A schema whose parts can be made schemas of their own. root: the schema, where `$ref` of parts are resolved."""
 
     def __init__(self, root: Schema):

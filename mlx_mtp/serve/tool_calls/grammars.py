@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 from ...grammar.equivalent import equivalent
 from ...grammar.forms import SEPARATORS, Grammar, composed, json_schema
-from .branches import ANNOTATIONS, Document
+from .branches import ANNOTATIONS, SchemaDocument
 from .call_format import CallFormat
 from .default_layouts import layouts_of
 from .gemma import GemmaCalls
 from .json_calls import JsonCalls
-from .lark import Rules, pattern
-from .layouts import Layout
+from .lark import LarkRules, pattern
+from .layouts import CallLayout
 from .schema import Schema, Tools, dumps
 from .structures import Structures, Style, check_key, sequence
 from .tagged import TaggedCalls
@@ -24,7 +24,7 @@ PATTERNS = {"long": "/[A-Za-z0-9_-]{1,40}/", "short": "/[A-Za-z0-9]{9}/", None: 
 SPREAD = 40  # maximum white space between the tokens of JSON, if the template writes it in lines
 
 
-class Offer(NamedTuple):
+class OfferedTools(NamedTuple):
     """The tools that an answer may call. forced: it must call one. one: it has at most one call.
 
     strict: names of the tools whose arguments must fit their schemas.
@@ -36,7 +36,7 @@ class Offer(NamedTuple):
     strict: Collection[str]
 
 
-def call_grammar(tokenizer: Any, format: CallFormat, offer: Offer) -> Grammar:
+def call_grammar(tokenizer: Any, format: CallFormat, offer: OfferedTools) -> Grammar:
     """Return the grammar of a text of tool calls, as the model's chat template writes them.
 
     The text is the whole answer if a call is forced; otherwise it follows the text of `call_mark` in an answer.
@@ -49,12 +49,12 @@ def call_grammar(tokenizer: Any, format: CallFormat, offer: Offer) -> Grammar:
 
     def write(spaces: Mapping[str, Any]) -> str:
         spaces = {**spaces, "json_allow_general_unicode_escapes": ascii}
-        return CallWriter(Rules(special, spaces), format, offer, ends).text(layouts)
+        return CallWriter(LarkRules(special, spaces), format, offer, ends).text(layouts)
 
     return composed(write, "tools", whitespace=SPREAD if spread else SEPARATORS)
 
 
-def _written(offer: Offer, name: str) -> dict[str, Any]:
+def _written(offer: OfferedTools, name: str) -> dict[str, Any]:
     """Return a tool in OpenAI's form; if it is strict, its schema has supported keywords only.
 
     Raises ValueError, with the tool's name, for a strict schema that cannot be enforced.
@@ -83,7 +83,7 @@ def call_mark(tokenizer: Any, format: CallFormat) -> tuple[str, bool]:
     return "|".join(dict.fromkeys(texts)), False
 
 
-def _mark(layout: Layout, format: CallFormat) -> str:
+def _mark(layout: CallLayout, format: CallFormat) -> str:
     """Return the text with which calls of a layout begin: `first`, else a mark of the format, else `start`.
 
     `start` is cut before an id or a number that varies.
@@ -129,13 +129,13 @@ class CallWriter:
     A body is the right side of a rule in Lark.
     """
 
-    def __init__(self, rules: Rules, format: CallFormat, offer: Offer, ends: set[int]):
+    def __init__(self, rules: LarkRules, format: CallFormat, offer: OfferedTools, ends: set[int]):
         self._rules, self._format, self._offer, self._ends = rules, format, offer, ends
 
-    def text(self, layouts: tuple[Layout, ...]) -> str:
+    def text(self, layouts: tuple[CallLayout, ...]) -> str:
         return self._rules.text(self._rules.either(self._answer(layout) for layout in layouts))
 
-    def _answer(self, layout: Layout) -> str:
+    def _answer(self, layout: CallLayout) -> str:
         """Return the body of an answer of calls or, if none is forced, of what follows the mark of a call.
 
         In the second case further calls belong to it only if they begin without such a mark.
@@ -158,14 +158,14 @@ class CallWriter:
             body += f" ({self._varied(between)} {call})*"
         return f"{body} {self._varied(self._without_end(layout.end))}"
 
-    def _before(self, layout: Layout) -> str:
+    def _before(self, layout: CallLayout) -> str:
         """Return the body of what may precede the calls of an answer: white space, or a lead; "" if nothing may."""
         names = self._offer.tools.names
         leads = [self._rules.literal(lead.format(name=name)) for lead in layout.leads for name in names]
         spaces = [] if layout.start[:1].isspace() else ["/[ \\n]{1,2}/"]
         return f"({' | '.join([*spaces, *dict.fromkeys(leads)])})? " if spaces or leads else ""
 
-    def _call(self, layout: Layout, name: str) -> str:
+    def _call(self, layout: CallLayout, name: str) -> str:
         """Return the body of a call, from its name to the end of its arguments."""
         quoted = isinstance(self._format, JsonCalls) and layout.start.endswith('"')
         written = dumps(name)[1:-1] if quoted else name
@@ -175,7 +175,7 @@ class CallWriter:
         without = self._varied(layout.empty, written)
         return self._rules.either((f"{self._varied(layout.head, written)} {arguments}", without))
 
-    def _arguments(self, layout: Layout, name: str) -> tuple[str, bool]:
+    def _arguments(self, layout: CallLayout, name: str) -> tuple[str, bool]:
         """Return the body of a function's arguments, and whether a call may have none (for JSON always True).
 
         Raises ValueError, with the tool's name, for a strict schema that cannot be written.
@@ -189,7 +189,7 @@ class CallWriter:
         except ValueError as e:
             raise ValueError(f"tool {name!r}: {e}") from None
 
-    def _written(self, layout: Layout, name: str, strict: bool) -> str:
+    def _written(self, layout: CallLayout, name: str, strict: bool) -> str:
         """Return the body of a tool's arguments in a format that does not write them as one JSON object.
 
         strict: the arguments must fit the schema; otherwise any declared arguments are allowed, with any values.
@@ -206,7 +206,7 @@ class CallWriter:
                 return f"({self._rules.either(map(values.any_argument, ordered))})*" if ordered else ""
             members = [(values.argument(key, properties[key]), key in required) for key in ordered]
             return sequence(self._rules, members, layout.separator and dumps(layout.separator))
-        document = Document(tools.parameters(name) if strict else {})
+        document = SchemaDocument(tools.parameters(name) if strict else {})
         bodies = [self._member(layout, document, key, properties[key] if strict else {}) for key in ordered]
         if strict:
             members = [(body, key in required) for key, body in zip(ordered, bodies, strict=True)]
@@ -214,7 +214,7 @@ class CallWriter:
         member = self._rules.either(bodies) if bodies else ""
         return f"({member} ({dumps(layout.separator)} {member})*)?" if member else ""
 
-    def _member(self, layout: Layout, document: Document, key: str, schema: Any) -> str:
+    def _member(self, layout: CallLayout, document: SchemaDocument, key: str, schema: Any) -> str:
         """Return the body of one argument, key and value, of a format without tags. Raises ValueError."""
         rules, format = self._rules, self._format
         if isinstance(format, GemmaCalls):

@@ -23,7 +23,7 @@ def containing(text: str) -> str:
     return f"{ANY}{pattern(text)}{ANY}"
 
 
-class Rules:
+class LarkRules:
     """The rules of one grammar, by name. A body is the right side of a rule.
 
     special: ids of the special tokens by their texts; only an id in a rule matches one. spaces: llguidance's options

@@ -24,7 +24,7 @@ Calls = Sequence[tuple[str, dict[str, Any]]]
 FIRST = (NAME, ARGUMENTS)
 
 
-class Parameter(NamedTuple):
+class ArgumentLayout(NamedTuple):
     """The text around an argument of `TaggedCalls`: `before`, its key, `after`, its value, `close`.
 
     {key} in `close` stands for the key, {type} in `after` for the value's type as the template writes it. types: the
@@ -37,7 +37,7 @@ class Parameter(NamedTuple):
     types: tuple[str, str] = ("", "")
 
 
-class Layout(NamedTuple):
+class CallLayout(NamedTuple):
     """The text around the calls of an answer: `start`, name, `head`, arguments, `between`, the next name, ..., `end`.
 
     between: None if an answer has only one call. empty: replaces head and arguments of a call without any; None:
@@ -54,7 +54,7 @@ class Layout(NamedTuple):
     between: str | None
     end: str
     empty: str | None = None
-    parameter: Parameter | None = None
+    parameter: ArgumentLayout | None = None
     separator: str = ""
     quote: str = "'"
     by_key: bool = False
@@ -65,7 +65,7 @@ class Layout(NamedTuple):
     leads: tuple[str, ...] = ()
 
 
-def rendered_layouts(tokenizer: Any, format: CallFormat) -> tuple[Layout, ...]:
+def rendered_layouts(tokenizer: Any, format: CallFormat) -> tuple[CallLayout, ...]:
     """Return the layouts of the calls that a tokenizer's chat template renders; () if none are in `format`.
 
     There are two if calls that no results follow are rendered differently.
@@ -75,8 +75,8 @@ def rendered_layouts(tokenizer: Any, format: CallFormat) -> tuple[Layout, ...]:
 
 
 @functools.lru_cache(maxsize=8)
-def _rendered_layouts(tokenizer: Any, format: CallFormat, template: str) -> tuple[Layout, ...]:
-    found: list[Layout] = []
+def _rendered_layouts(tokenizer: Any, format: CallFormat, template: str) -> tuple[CallLayout, ...]:
+    found: list[CallLayout] = []
     for probe in probes(tokenizer, ARGUMENTS):
         for results in (True, False):
             tried: list[Calls] = [[FIRST], [FIRST, (SECOND, ARGUMENTS)], [(NAME, {})], [(NAME, CONTAINER)]]
@@ -126,7 +126,7 @@ def _given(reading: Reading) -> Calls:
     return [(call.name, json.loads(call.arguments)) for call in reading.calls]
 
 
-def _dissected(text: str, format: CallFormat) -> Layout:
+def _dissected(text: str, format: CallFormat) -> CallLayout:
     """Return the layout of a text of one call, or of two. Raises ValueError if the text has another structure."""
     at = text.index(NAME) + len(NAME)
     region = _region(text, at, format)
@@ -143,13 +143,13 @@ class Region(NamedTuple):
 
     begin: int
     end: int
-    layout: Layout = Layout("", "", None, "")
+    layout: CallLayout = CallLayout("", "", None, "")
 
 
 def _region(text: str, at: int, format: CallFormat) -> Region:
     """Return the region of the arguments of the call whose name ends at `at`; ValueError if it is not found."""
     x, y = (text.index(value, at) for value in ARGUMENTS.values())
-    by_key = Layout("", "", None, "", by_key=y < x)
+    by_key = CallLayout("", "", None, "", by_key=y < x)
     first, second = min(x, y), max(x, y)
     if isinstance(format, JsonCalls):
         begin = text.rindex("{", at, first)
@@ -188,12 +188,12 @@ def _tagged_region(text: str, at: int, format: TaggedCalls, first: int, second: 
     if not text.startswith(last, second + after):
         raise ValueError("the last argument ends differently")
     types = ("true", "false") if type == "true" else ("string", "") if type else ("", "")
-    parameter = Parameter(text[begin : start.start("key")], keyed, close, types)
-    layout = Layout("", "", None, "", parameter=parameter, separator=separator, by_key=key != "text")
+    parameter = ArgumentLayout(text[begin : start.start("key")], keyed, close, types)
+    layout = CallLayout("", "", None, "", parameter=parameter, separator=separator, by_key=key != "text")
     return Region(begin, second + after + len(last), layout)
 
 
-def _empty(layout: Layout, text: str | None) -> str | None:
+def _empty(layout: CallLayout, text: str | None) -> str | None:
     """Return the `empty` of a layout, from a rendered call without arguments; None if it writes `head`, too.
 
     text: the rendered call, or None. The result is None also for a format without tags, without a rendered call, and

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import regex
 
-from .branches import Branch, Document, branches
-from .lark import ANY, Rules, containing, pattern
+from .branches import Branch, SchemaDocument, branches
+from .lark import ANY, LarkRules, containing, pattern
 from .nested import ITEM
 from .schema import Schema, dumps, types_of, untyped_as_json
 
@@ -58,7 +58,9 @@ class Structures:
     if these have no escape sequences; "" if they may have some.
     """
 
-    def __init__(self, rules: Rules, document: Document, style: Style, *, by_key: bool = False, quote: str = ""):
+    def __init__(
+        self, rules: LarkRules, document: SchemaDocument, style: Style, *, by_key: bool = False, quote: str = ""
+    ):
         self.rules, self.document, self.style, self.by_key, self.quote = rules, document, style, by_key, quote
 
     def value(self, schema: Any, close: str = "") -> str:
@@ -256,7 +258,7 @@ def _times(least: int, most: int | None) -> str:
     return "*" if (least, most) == (0, None) else f"{{{least},{'' if most is None else most}}}"
 
 
-def sequence(rules: Rules, members: list[tuple[str, bool]], separator: str, free: str = "") -> str:
+def sequence(rules: LarkRules, members: list[tuple[str, bool]], separator: str, free: str = "") -> str:
     """Return the body of members (body, required) in this order; those that are not required may be missing.
 
     separator: between members; "" for none. free: body of further members, any number of which may follow; "" for

@@ -83,7 +83,7 @@ class TaggedCalls:
         return inside[1] if inside else text
 
 
-class Place(NamedTuple):
+class SearchPosition(NamedTuple):
     """A position of the search. inside: in a block of calls. trail: what was read, None at the start.
 
     name: of the function of the open call, None outside of calls. keys: of the arguments read in it.
@@ -156,7 +156,7 @@ class TagSearch:
 
         to_the_end: only white space may follow the calls.
         """
-        stack, seen = [iter([Place(0, False, None, frozenset(), None)])], set()
+        stack, seen = [iter([SearchPosition(0, False, None, frozenset(), None)])], set()
         while stack and len(seen) < MOST_PLACES:
             if (place := next(stack[-1], None)) is None:
                 stack.pop()
@@ -175,7 +175,7 @@ class TagSearch:
             stack.append(following)
         return None
 
-    def _following(self, place: Place) -> Iterator[Place]:
+    def _following(self, place: SearchPosition) -> Iterator[SearchPosition]:
         """Yield the places that the search can reach next, the most likely one first."""
         at = skip_space(self.text, place.at)
         if place.name is not None:
@@ -188,13 +188,13 @@ class TagSearch:
         elif place.inside or self.tags.head_mark or not place.trail:
             yield from self._after_head(place, at)
 
-    def _after_head(self, place: Place, at: int) -> Iterator[Place]:
+    def _after_head(self, place: SearchPosition, at: int) -> Iterator[SearchPosition]:
         """Yield the place after the head of a call, if one starts at `at`."""
         if head := self.patterns.head.match(self.text, skip_space(self.text, at)):
             trail = Trail(place.trail, head["name"])
-            yield Place(head.end(), True, head["name"], frozenset(), trail)
+            yield SearchPosition(head.end(), True, head["name"], frozenset(), trail)
 
-    def _in_call(self, place: Place, at: int) -> Iterator[Place]:
+    def _in_call(self, place: SearchPosition, at: int) -> Iterator[SearchPosition]:
         """Yield the place after this call's end, and those after its next argument, the shortest value first."""
         name, tags = place.name or "", self.tags
         end = tags.foot or tags.end
@@ -221,7 +221,7 @@ class TagSearch:
             if self.declared and not self._fits(name, key, tags.value(self.text[start:end])):
                 continue
             trail = Trail(place.trail, Argument(key, start, end, written))
-            yield Place(after, place.inside, name, place.keys | {key}, trail)
+            yield SearchPosition(after, place.inside, name, place.keys | {key}, trail)
 
     def _fits(self, name: str, key: str, value: str) -> bool:
         self.checked += len(value)

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from .branches import Branch, Document, branches
-from .lark import Rules, containing
-from .layouts import Layout
+from .branches import Branch, SchemaDocument, branches
+from .lark import LarkRules, containing
+from .layouts import CallLayout
 from .schema import Schema, Tools, dumps, types_of
 from .structures import CONSTANTS, Structures, Style, check_key, excluded
 from .tagged import TaggedCalls
@@ -17,11 +17,11 @@ CDATA = "<![CDATA["
 class TaggedValues:
     """Adds the rules of the tagged arguments of the function `name` to a grammar. A body is a rule's right side."""
 
-    def __init__(self, rules: Rules, format: TaggedCalls, layout: Layout, tools: Tools, name: str):
+    def __init__(self, rules: LarkRules, format: TaggedCalls, layout: CallLayout, tools: Tools, name: str):
         assert layout.parameter, "tagged calls have tags"
         self._rules, self._format, self._parameter = rules, format, layout.parameter
         self._tools, self._name, self._python = tools, name, layout.python
-        self._document = Document(tools.parameters(name))
+        self._document = SchemaDocument(tools.parameters(name))
 
     def argument(self, key: str, schema: Any) -> str:
         """Return the body of one argument, which fits `schema`, with its tags. Raises ValueError if none can."""
