@@ -16,7 +16,7 @@ from mlx_mtp.serve.server import Loaded, Settings, shared
 
 
 def another_process(monkeypatch):
-    """Forget the choice of this process."""
+    """Act as a process that has not chosen a chunk yet."""
     monkeypatch.setattr(prefill_chunk, "_chosen", {})
 
 
