@@ -26,34 +26,47 @@ def shows_progress(*, quiet: bool) -> bool:
 
 
 @contextlib.contextmanager
-def watched(what: str = "", *, shown: bool) -> Iterator[None]:
-    """If `shown`, show a spinner on stderr from the first `report_progress` in the block on, or with `what` at once.
+def loading(*, shown: bool) -> Iterator[None]:
+    """If `shown`, show a spinner on stderr, with the progress of reading and of kernel trials.
 
     A `watcher` that was set before also receives the progress.
     """
     if not shown:
         yield
         return
-    status = Console(stderr=True).status(what)
-    token = watcher.set(partial(_show, status, watcher.get()))
-    try:
-        if what:
-            status.start()
-        yield
-    finally:
-        watcher.reset(token)
-        status.stop()
-
-
-loading = partial(watched, "Loading the model")
+    with Console(stderr=True).status("Loading the model") as status:
+        token = watcher.set(partial(_show, status, watcher.get()))
+        try:
+            yield
+        finally:
+            watcher.reset(token)
 
 
 def _show(status: Any, before: Callable[[str, int, int], None] | None, what: str, done: int, total: int) -> None:
     """Show progress in a spinner's line, and pass it to the watcher that was set before, if there was one."""
     status.update(f"{what}, {done} of {total}")
-    status.start()
     if before:
         before(what, done, total)
+
+
+@contextlib.contextmanager
+def watched(*, shown: bool) -> Iterator[None]:
+    """If `shown`, show a spinner on stderr from the first `report_progress` in the block until the block's end.
+
+    A `watcher` that was set before receives no progress in the block.
+    """
+    status = Console(stderr=True).status("")
+
+    def show(what: str, done: int, total: int) -> None:
+        status.update(f"{what}, {done} of {total}")
+        status.start()
+
+    token = watcher.set(show if shown else None)
+    try:
+        yield
+    finally:
+        watcher.reset(token)
+        status.stop()
 
 
 @contextlib.contextmanager
