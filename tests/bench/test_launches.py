@@ -84,9 +84,8 @@ def test_the_kernels_readme_and_the_cost_model_state_the_launches_of_a_model():
     name = "Qwen3.6-35B-A3B"
     root = Path(__file__).parents[2]
     program, paths = root / "tests/support/counted_launches.py", os.pathsep.join((str(root), str(root / "bench")))
-    fused = {name: value for name, value in os.environ.items() if name != "MLX_DISABLE_COMPILE"}
-    how = {"capture_output": True, "text": True, "check": True, "env": {**fused, "PYTHONPATH": paths}}
-    run = subprocess.run([sys.executable, program, name], **how)
+    fuses = {key: value for key, value in os.environ.items() if key != "MLX_DISABLE_COMPILE"} | {"PYTHONPATH": paths}
+    run = subprocess.run([sys.executable, program, name], capture_output=True, text=True, check=True, env=fuses)
     for on, found in json.loads(run.stdout).items():
         assert {of: cost.LAUNCHES[KINDS[name, of]][on][1] for of in found} == found, on
     (line,) = [line for line in counts.KERNELS.read_text().splitlines() if line.startswith(f"| {name} |")]

@@ -20,13 +20,18 @@ def released(tmp_path_factory):
     return families.build("mimo", tmp_path_factory.mktemp("released"), hidden_size=32, intermediate_size=32)[0]
 
 
+@pytest.fixture
+def any_size(monkeypatch):
+    """Heads of any size are expanded."""
+    monkeypatch.setattr(expand_heads, "LEAST", 1)
+
+
 def tokens(model, k):
     return [token for token, *_ in mlx_mtp.generate_step([1, 2, 3], model, max_tokens=6, num_draft_tokens=k)]
 
 
-def test_quantized_heads_become_float32(released, tmp_path, monkeypatch):
+def test_quantized_heads_become_float32(released, tmp_path, any_size):
     """Their values and the text stay, and a load without kernels, as of `tune-heads`, keeps the stored format."""
-    monkeypatch.setattr(expand_heads, "LEAST", 1)
     path = convert(released, tmp_path / "new", dtype="float32", **IN_8_BITS).path
     model, stored = mlx_mtp.load_model(path), mlx_mtp.load_model(path, kernels="off")
     mine, theirs = (m.mtp[0].block.mlp.up_proj for m in (model, stored))
@@ -57,16 +62,14 @@ def test_other_heads_keep_their_format(released, tmp_path, monkeypatch, least, o
     assert "expanded" not in str(model.report)
 
 
-def test_heads_with_scales_of_16_bits_become_float32(released, tmp_path, monkeypatch):
-    monkeypatch.setattr(expand_heads, "LEAST", 1)
+def test_heads_with_scales_of_16_bits_become_float32(released, tmp_path, any_size):
     model = mlx_mtp.load_model(convert(released, tmp_path / "new", dtype="float32", **IN_8_BITS).path, kernels="off")
     model.mtp[0].set_dtype(mx.float16)
     expand_heads.expand_heads(model)
     assert {w.dtype for _, w in tree_flatten(model.mtp[0].parameters())} == {mx.float32}
 
 
-def test_heads_in_block_formats_are_not_read_by_mlx_lm(released, tmp_path, monkeypatch):
-    monkeypatch.setattr(expand_heads, "LEAST", 1)
+def test_heads_in_block_formats_are_not_read_by_mlx_lm(released, tmp_path, any_size):
     model = mlx_mtp.load_model(convert(released, tmp_path / "new", dtype="float32", **IN_8_BITS).path, kernels="off")
     model.mtp[0].block.mlp.up_proj.__class__ = BlockLinear
     expand_heads.expand_heads(model)
