@@ -16,7 +16,7 @@ from mlx_mtp.serve.server import Loaded, Settings, shared
 
 
 def another_process(monkeypatch):
-    """Forget the choice of this process."""
+    """Drop the choice of this process, as another one has none."""
     monkeypatch.setattr(prefill_chunk, "_chosen", {})
 
 
