@@ -128,6 +128,16 @@ def test_no_name_of_a_drafter_is_compared():
             ), f"{path}:{node.lineno}"
 
 
+def test_a_name_in_a_file_is_defined_there():
+    pairs = re.findall(r"`([A-Za-z_.]+)`(?: and `\w+`)?,? in\s+`([\w/]+\.py)`", PAGE)
+    assert len(pairs) > 20
+    for name, path in pairs:
+        files = [file for file in (ROOT / "mlx_mtp").rglob("*.py") if f"/{path}" in str(file)] or [ROOT / path]
+        nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+        defined = {getattr(node, "name", getattr(node, "id", "")) for node in nodes}
+        assert name.split(".")[-1] in defined | {node.attr for node in nodes if isinstance(node, ast.Attribute)}, name
+
+
 def test_a_kind_of_cache_is_in_its_places():
     text = section("kind of cache")
     assert all(f"`{pool.__name__}`" in text for pool in slots.POOLS.values())

@@ -193,7 +193,7 @@ class Controller:
         return choices
 
     def _expect(self, kind: str, plans: list[Plan], rows: float = 0.0) -> list[PlanEstimate]:
-        """Return a Choice, with estimated tokens and plain steps, for each plan; plans: in ascending order of drafts.
+        """Return a PlanEstimate, with estimated tokens and plain steps, for each plan; plans: in ascending order of drafts.
 
         kind: of the acceptance counts; a depth without counts is accepted as often as the one before, the first one
         PRIOR_ACCEPTANCE of the times. rows: plain steps of resuming the drafter.
@@ -203,7 +203,7 @@ class Controller:
         return [PlanEstimate(plan, tokens[plan.k], self.costs.steps(plan), rows) for plan in plans]
 
     def _after_forced(self, plan: Plan, forced: Sequence[int]) -> PlanEstimate:
-        """Return a Choice of a plan in which each sequence's first drafts are those that its grammar forces.
+        """Return an estimate of a plan in which each sequence's first drafts are those that its grammar forces.
 
         Its tokens are the mean of the sequences. A plan of the drafter has its own drafts after the forced ones, one
         of the grammar has none; one of a lookup has no forced drafts.
