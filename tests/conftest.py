@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib
 import os
 import shutil
 import sys
@@ -162,3 +163,19 @@ def quick_trials(monkeypatch):
     """A trial compares one draw of one layer."""
     monkeypatch.setattr("mlx_mtp.tuning.ab_test.DRAWS", 1)
     monkeypatch.setattr("mlx_mtp.tuning.ab_test.LAYERS", 1)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Return a function that sets the bytes of memory that are available."""
+    memory = importlib.import_module("mlx_mtp.machine.memory")
+    monkeypatch.delenv(memory.IGNORE, raising=False)
+    return lambda size: monkeypatch.setattr(memory, "available", lambda: memory.Available(int(size), "a test"))
+
+
+@pytest.fixture
+def letters_as_tokenizer(monkeypatch):
+    """Make `generate` accept `Letters` as a tokenizer."""
+    from letters import Letters  # as late as `tiny` above
+
+    monkeypatch.setattr(sys.modules["mlx_mtp.generate"], "TokenizerWrapper", Letters)

@@ -7,18 +7,17 @@ import pytest
 import mlx_mtp
 from mlx_mtp.batch import admission
 from mlx_mtp.decoding.memory_needs import kv_bytes
-from mlx_mtp.machine.memory import Available
 
 PROMPT = [1, 2, 3, 0, 2]
 
 
 @pytest.mark.parametrize(("room", "ignore", "most"), [(2.1, False, 2), (0, True, 4)])
-def test_newcomers_wait_until_they_fit(tiny_models, monkeypatch, room, ignore, most):
+def test_newcomers_wait_until_they_fit(tiny_models, monkeypatch, machine, room, ignore, most):
     """The memory is enough for `room` sequences of the longest one's size."""
     model, _ = tiny_models(0)
     monkeypatch.setattr(admission, "UNCHECKED", 0)
     each = sum(kv_bytes(model, mlx_mtp.make_prompt_cache(model), len(PROMPT) + 9))
-    monkeypatch.setattr(admission.memory, "available", lambda: Available(int(room * each), "a test"))
+    machine(room * each)
     batch = mlx_mtp.BatchGenerator(model, check_memory=not ignore, num_draft_tokens=2, adaptive=False)
     uids = batch.insert([PROMPT] * 4, [9, 5, 7, 2])
     texts, active, at_once = {uid: [] for uid in uids}, set(), 0
@@ -32,13 +31,13 @@ def test_newcomers_wait_until_they_fit(tiny_models, monkeypatch, room, ignore, m
     assert list(texts.values()) == [alone[:n] for n in (9, 5, 7, 2)]
 
 
-def test_replayed_cycles_round_the_number_of_slots(tiny_models, monkeypatch):
+def test_replayed_cycles_round_the_number_of_slots(tiny_models, monkeypatch, machine):
     """A fifth sequence needs two slots more; there is memory for one."""
     model, _ = tiny_models(0)
     monkeypatch.setattr(admission, "UNCHECKED", 0)
     sequence = types.SimpleNamespace(cache=mlx_mtp.make_prompt_cache(model), longest=20)
     each = sum(kv_bytes(model, sequence.cache, 20))
-    monkeypatch.setattr(admission.memory, "available", lambda: Available(int(5.1 * each), "a test"))
+    machine(5.1 * each)
     for replayed in (False, True):
         gate = admission.Admission(model, ignore=False, replayed=replayed)
         assert [gate.admits(sequence, [sequence] * n) for n in (3, 4, 5)] == [True, not replayed, False]

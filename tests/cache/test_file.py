@@ -21,8 +21,6 @@ import mlx_mtp
 from mlx_mtp.cache import file as cache_file
 from mlx_mtp.cache.file import fingerprint, load_prompt_cache, save_prompt_cache
 from mlx_mtp.cache.prompt_prefix import PromptPrefix
-from mlx_mtp.machine import memory
-from mlx_mtp.machine.memory import Available
 
 PROMPT = [1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2]
 TEXT = 24 if SWEEP else 18
@@ -298,9 +296,8 @@ def test_writers_and_readers_at_the_same_time(model, tmp_path):
     assert [f.name for f in tmp_path.iterdir()] == ["cache"]
 
 
-def test_a_cache_too_large_for_memory_is_refused(model, saved, monkeypatch):
-    monkeypatch.delenv(memory.IGNORE, raising=False)
-    monkeypatch.setattr(memory, "available", lambda: Available(len(saved[1]) - 1, "a test"))
+def test_a_cache_too_large_for_memory_is_refused(model, saved, machine):
+    machine(len(saved[1]) - 1)
     with pytest.raises(
         ValueError, match=r"cache\.safetensors: 0\.\d+ GB needed in addition to the model, .* \(a test\); set MLX"
     ):

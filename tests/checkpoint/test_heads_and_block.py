@@ -16,7 +16,6 @@ from mlx_mtp.checkpoint.load import load_model
 from mlx_mtp.decoding.drafters.block import Block
 from mlx_mtp.decoding.drafters.heads_and_block import HeadsAndBlock
 from mlx_mtp.decoding.graph_memory import nbytes
-from mlx_mtp.machine import memory
 
 
 @pytest.fixture(scope="module")
@@ -115,15 +114,15 @@ def test_options_of_both(glm):
         load_model(directory, draft_model=drafter, mtp_overrides={"fuse": "he"})
 
 
-def test_the_memory_check_counts_both(glm, monkeypatch):
+def test_the_memory_check_counts_both(glm, machine):
     """A byte less than the target, its heads and the block drafter need is refused before weights are read."""
     directory, drafter = glm
     needed = nbytes(load_model(directory, draft_model=drafter, lazy=True).parameters())
-    monkeypatch.setattr(memory, "available", lambda: memory.Available(needed - 1, "a test's limit"))
-    with pytest.raises(ValueError, match=r"needed, .*a test's limit"):
+    machine(needed - 1)
+    with pytest.raises(ValueError, match=r"needed, .*a test"):
         load_model(directory, draft_model=drafter)
     load_model(directory, draft_model=drafter, mtp=False)
-    monkeypatch.setattr(memory, "available", lambda: memory.Available(needed, "a test's limit"))
+    machine(needed)
     assert load_model(directory, draft_model=drafter).drafter
 
 

@@ -16,7 +16,6 @@ from mlx_mtp.checkpoint.convert import convert
 from mlx_mtp.checkpoint.convert_vision import extract_vision
 from mlx_mtp.checkpoint.inspect import as_text, inspect_checkpoint
 from mlx_mtp.decoding.memory_needs import needs
-from mlx_mtp.machine import memory
 from mlx_mtp.pictures.image import open_image
 from mlx_mtp.pictures.vision import vision_of
 
@@ -265,12 +264,11 @@ def test_families_without_a_tower():
         load("demo", vision_path="x")
 
 
-def test_a_tower_or_picture_that_does_not_fit_into_memory_is_refused(made, monkeypatch):
-    monkeypatch.delenv(memory.IGNORE, raising=False)
+def test_a_tower_or_picture_that_does_not_fit_into_memory_is_refused(made, monkeypatch, machine):
     vision = load(made["released"]).vision
     picture = vision.picture(open_image(PICTURE))
     for room, start in ((vision.nbytes - 1, "vision tower: "), (vision.nbytes, "a picture of 5 x 3 rows: ")):
-        monkeypatch.setattr(memory, "available", lambda size=room: memory.Available(size, "a test"))
+        machine(room)
         if start.startswith("a picture"):
             monkeypatch.setattr(type(vision._tower), "scratch", lambda self, grid: vision.nbytes + 1)
         with pytest.raises(ValueError, match=f"{start}.* GB needed in addition to the model"):

@@ -14,7 +14,6 @@ from mlx_mtp.cache.recurrent import RecurrentCache
 from mlx_mtp.decoding import graph_memory, memory_needs
 from mlx_mtp.decoding.memory_needs import Budget, needs, within
 from mlx_mtp.machine import memory
-from mlx_mtp.machine.memory import Available
 
 # Heads, experts, windows, latent rows, an indexer, recurrent states: what families keep or make.
 NAMES = ("glm4_moe", "deepseek_v32", "qwen3_5", "mimo_v2_flash")
@@ -33,13 +32,6 @@ def built(tmp_path_factory):
         return made[name]
 
     return build
-
-
-@pytest.fixture
-def machine(monkeypatch):
-    """Return a function that sets the bytes of this machine."""
-    monkeypatch.delenv(memory.IGNORE, raising=False)
-    return lambda size: monkeypatch.setattr(memory, "available", lambda: Available(int(size), "a test"))
 
 
 def read(model, prompt, n=1, **options):

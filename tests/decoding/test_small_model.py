@@ -1,13 +1,10 @@
 """Draft with a small model: the text is that of plain decoding, drafts are those of its forward over all tokens."""
 
-import sys
-
 import drafters
 import families
 import mlx.core as mx
 import prefix_requests
 import pytest
-from letters import Letters
 from plans import Listed, follow
 from sweep import SWEEP, paired, sampled, sweep
 
@@ -239,9 +236,8 @@ def test_rows_that_one_vocabulary_lacks(tmp_path, vocab_size):
             assert options or drafts == scratch(plain, known, drafts, vocab_size)
 
 
-def test_a_server_reuses_beginnings(made, monkeypatch):
+def test_a_server_reuses_beginnings(made, letters_as_tokenizer):
     model, _ = made("qwen3_5", "nemotron_h")
-    monkeypatch.setattr(sys.modules["mlx_mtp.generate"], "TokenizerWrapper", Letters)
     first, second = prefix_requests.prompts(model.vocab_size)
     fresh = prefix_requests.generate(prefix_requests.serve(model), second)
     served = prefix_requests.serve(model)

@@ -1,6 +1,5 @@
 """Fixtures: the demo model, served once to clients in this process."""
 
-import sys
 from functools import partial
 
 import pytest
@@ -8,7 +7,6 @@ import seeing
 import tiny
 from compile_mode import NO_FUSE, set_mode
 from dictated import ONE_LAYER
-from letters import Letters
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from served import checkpoint, serving
 
@@ -76,12 +74,12 @@ def random_chat(one_layer):
     return partial(ask, one_layer)
 
 
-@pytest.fixture
-def letters_as_tokenizer(monkeypatch):
-    """Make `generate` accept `Letters` as a tokenizer."""
-    monkeypatch.setattr(sys.modules["mlx_mtp.generate"], "TokenizerWrapper", Letters)
-
-
 @pytest.fixture(scope="module")
 def small(tiny_models):
     return tiny_models(vocab_size=40, **tiny.TWO_LAYERS)[0]
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Files of prefixes are written in pieces of 1,000 bytes."""
+    monkeypatch.setattr("mlx_mtp.serve.chunk_file.PIECE", 1000)

@@ -1,7 +1,6 @@
 """Metal limits the number of buffers: those of a prefix tree are packed, counted and bounded."""
 
 import json
-import sys
 from dataclasses import replace
 
 import families
@@ -10,7 +9,6 @@ import numpy as np
 import published
 import pytest
 import tiny
-from letters import Letters
 from mlx.utils import tree_flatten
 from prefix_requests import generate, generate_two, prompts, serve
 from sweep import sampled
@@ -26,6 +24,7 @@ from mlx_mtp.machine.memory import METAL_BUFFERS
 from mlx_mtp.serve.prefix_files import PrefixFiles
 from mlx_mtp.serve.prefixes import MAX_BUFFERS
 
+pytestmark = pytest.mark.usefixtures("letters_as_tokenizer")
 CHUNK = 4  # tokens, of `prefix_requests`
 KINDS = ("qwen3_5", "step3p5", "mimo_v2_flash", "glm4_moe")  # states, windows and several heads, rows alone
 RELEASED = [file for file in published.FILES if not file.stem.startswith("eagle3")]
@@ -52,11 +51,6 @@ def chunks_of(tree):
 def arrays_of(chunk):
     rows = [part for parts in chunk.rows for part in parts]
     return [rows, chunk.checkpoint.arrays if chunk.checkpoint else []]
-
-
-@pytest.fixture(autouse=True)
-def wrapped(monkeypatch):
-    monkeypatch.setattr(sys.modules["mlx_mtp.generate"], "TokenizerWrapper", Letters)
 
 
 @pytest.fixture(params=KINDS)

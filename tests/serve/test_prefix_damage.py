@@ -16,7 +16,6 @@ from prefix_requests import LARGE, lines, prompts, restarted, serve, written
 from prefix_requests import generate_two as generate
 from sweep import SWEEP
 
-from mlx_mtp.serve import chunk_file
 from mlx_mtp.serve.prefix_files import PrefixFiles
 
 pytestmark = pytest.mark.usefixtures("letters_as_tokenizer")
@@ -165,9 +164,8 @@ def test_only_unfinished_files_of_killed_processes_are_removed(tmp_path):
     assert sorted(tmp_path.iterdir()) == sorted(others)
 
 
-def test_a_file_that_another_server_is_writing_stays_and_counts(small, tmp_path, monkeypatch):
+def test_a_file_that_another_server_is_writing_stays_and_counts(small, tmp_path, small_pieces):
     """One of two servers starts and stores a prompt while the other is writing a file in the same directory."""
-    monkeypatch.setattr(chunk_file, "PIECE", 1000)
     first, second = prompts(40)
     one = serve(small, files=PrefixFiles(tmp_path, LARGE))
     generate(one, first, turns=(18,))

@@ -195,9 +195,8 @@ def test_a_conversation_has_one_file_that_grows(model, tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_writing_stops_when_the_conversation_grows(small, tmp_path, monkeypatch):
+def test_writing_stops_when_the_conversation_grows(small, tmp_path, small_pieces):
     """A response between two pieces extends the conversation, which is then written instead."""
-    monkeypatch.setattr(chunk_file, "PIECE", 1000)
     first, second = prompts(40)
     served = serve(small, files=PrefixFiles(tmp_path, LARGE))
     generate(served, first)
@@ -208,8 +207,7 @@ def test_writing_stops_when_the_conversation_grows(small, tmp_path, monkeypatch)
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_the_least_recently_used_files_are_removed_before_the_limit_is_exceeded(small, tmp_path, monkeypatch):
-    monkeypatch.setattr(chunk_file, "PIECE", 1000)
+def test_the_least_recently_used_files_are_removed_before_the_limit_is_exceeded(small, tmp_path, small_pieces):
     texts = [prompts(40, seed)[0] for seed in range(5)]
     size = sum(file.stat().st_size for file in written(small, tmp_path / "one", texts[0]).files.known)
     served = serve(small, files=PrefixFiles(tmp_path / "few", int(3.5 * size)))

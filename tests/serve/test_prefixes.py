@@ -1,6 +1,5 @@
 """A reused prefix never changes a response, and the memory of the prefix cache is bounded."""
 
-import sys
 import weakref
 
 import block_drafters
@@ -9,7 +8,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import tiny
-from letters import Letters
 from prefix_requests import generate, left, prompts, rows_alike, serve
 from sweep import sampled
 
@@ -19,13 +17,9 @@ from mlx_mtp.serve.job import DecodeRequest, Job, answer, prefill_next, prefill_
 from mlx_mtp.serve.prefix_files import PrefixFiles
 from mlx_mtp.serve.prefixes import Chunking
 
+pytestmark = pytest.mark.usefixtures("letters_as_tokenizer")
 SEEDED = {"temp": 0.8, "seed": 3}
 KINDS = ["qwen3_5"]  # gated delta; the first model has windows
-
-
-@pytest.fixture(autouse=True)
-def wrapped(monkeypatch):
-    monkeypatch.setattr(sys.modules["mlx_mtp.generate"], "TokenizerWrapper", Letters)
 
 
 @pytest.fixture(scope="module", params=["step3p5", *sampled(KINDS, [*sorted(families.FAMILIES), "heads and block"])])
