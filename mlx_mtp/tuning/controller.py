@@ -193,7 +193,7 @@ class Controller:
         return choices
 
     def _expect(self, kind: str, plans: list[Plan], rows: float = 0.0) -> list[PlanEstimate]:
-        """Return a PlanEstimate, with estimated tokens and plain steps, for each plan; plans: in ascending order of drafts.
+        """Return an estimate of the tokens and plain steps of each plan; plans: in ascending order of drafts.
 
         kind: of the acceptance counts; a depth without counts is accepted as often as the one before, the first one
         PRIOR_ACCEPTANCE of the times. rows: plain steps of resuming the drafter.

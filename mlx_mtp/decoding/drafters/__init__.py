@@ -17,11 +17,9 @@ def drafter_of(model: Target) -> Drafter | None:
 
 
 def names_of(model: Target) -> dict[Role, str]:
-    """Return the names in plans of the model's drafter, of prompt lookup and of `Forced`; see `Drafter.role`.
-
-    Without a drafter the first one is that of `NAMES`.
-    """
+    """Return the names in plans of the model's drafter, or of `NAMES` without one, of `Lookup` and of `Forced`."""
     own = drafter_of(model)
+    assert own is None or own.role is Role.MODEL
     return {**NAMES, **{drafter.role: drafter.source for drafter in (own, Lookup, Forced) if drafter}}
 
 

@@ -42,7 +42,7 @@ class Drafter(Protocol):
     """Proposes drafts after the rows of a run. These defaults suit a drafter without caches or weights.
 
     source:  its name in plans. most, usual: maximum drafts per cycle, and by default, 0 for the heads' default.
-    role:    what its drafts depend on; the control, the limits and the statistics read it.
+    role:    what its drafts depend on, as the control and the statistics count them; a model's drafter has MODEL.
     others:  other names in plans, of a drafter with several ways to draft: the maximum of an adaptive cycle of each.
     spare:   number of its first caches that it does not need in cycles of one sequence, by name in plans.
     in_step: `propose` depends on arrays only, and is recorded with the step. Otherwise it runs before the step.
