@@ -44,9 +44,6 @@ KERNEL = [
     *("-mllvm", "-asan-opt-same-temp=0", "-mllvm", "-asan-stack=0"),
     *("-mllvm", "-asan-globals=0", "-mllvm", "-asan-kernel-mem-intrinsic-prefix=1"),
     *("-fsanitize-coverage=trace-pc,no-prune", "-fsanitize=integer-divide-by-zero,shift-exponent,array-bounds"),
-    # A kernel runs a few times: these passes took longer than they saved.
-    *("-mllvm", "-disable-lsr", "-mllvm", "-disable-cgp", "-mllvm", "-regalloc=fast"),
-    *("-mllvm", "-experimental-debug-variable-locations=0"),  # there are no variables in the line table
     *("-Werror=return-type", "-Wno-everything"),
 ]
 PREFIX = """\
