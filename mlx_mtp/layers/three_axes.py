@@ -20,8 +20,8 @@ class ThreeAxes:
     """Mixin for RoPE modules: an offset of shape [3, L] contains the positions of L rows on three axes.
 
     sections: number of frequencies that turn with each axis. Frequency i turns with axis i % 3, for y and x only
-    while i < 3 * sections[axis], else with t. plain: the class without three axes, by which `kernels.Rope` and
-    `shared_rope` recognise the rotation.
+    while i < 3 * sections[axis], else with t. plain: the class without three axes, by which `kernels.RopeArguments`
+    and `shared_rope` recognise the rotation.
     """
 
     sections: tuple[int, ...]

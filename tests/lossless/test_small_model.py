@@ -31,7 +31,7 @@ def model(tmp_path_factory):
 
 @sweep
 def test_the_target_itself_predicts_all_and_a_wrong_model_is_found(model, monkeypatch):
-    monkeypatch.setattr(check, "built_in", lambda *_: [check.Prompt("p", [1, 2, 3, 4, 0] * 4, stops=False)])
+    monkeypatch.setattr(check, "built_in", lambda *_: [check.NamedPrompt("p", [1, 2, 3, 4, 0] * 4, stops=False)])
     verdict = verify(model, Letters(), QUICK, lambda *_: None)
     assert verdict.broken == []
     assert verdict.agreement == [1.0]

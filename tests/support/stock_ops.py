@@ -113,7 +113,7 @@ def rms_norm(x, weight, eps):
 
 def rope(x, dims, *, traditional, base, scale, offset, freqs=None):
     q = x.swapaxes(1, 2)
-    return kernels.norm_rope(q, q, offset, kernels.Rope(dims, traditional, base, freqs, scale))[0]
+    return kernels.norm_rope(q, q, offset, kernels.RopeArguments(dims, traditional, base, freqs, scale))[0]
 
 
 @contextmanager
