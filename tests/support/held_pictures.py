@@ -6,23 +6,27 @@ import time
 from picture_requests import PATHS, body_of, noise
 
 from mlx_mtp.pictures.image import open_image
-from mlx_mtp.serve.job import DecodeRequest, Job
+from mlx_mtp.serve.job import DecodeRequest, Job, RequestFailed
 
 
 def asked_beside_another(client, patch, **more):
     """Ask about a picture whose preparation waits until another answer has sent three more events.
 
-    Return whether they came, the events of the other answer until then, and the response. more: of the request.
+    Return whether they came, the events of the other answer until then and its failure, if it failed later, and the
+    response. more: of the request.
     """
-    engine, events, sent, advanced = client.service.engine, [], threading.Event(), []
+    engine, events, sent, advanced, seen = client.service.engine, [], threading.Event(), [], []
     pixels = engine.served.model.vision._pixels
     patches = pixels.patches
 
     def held(*args):
         advanced.append(all(sent.clear() or sent.wait(5) for _ in range(3)))
+        seen.extend(events)
         return patches(*args)
 
     def take(event):
+        if not advanced:
+            time.sleep(0.01)  # the request may reach its preparation late: the other answer must not end before
         events.append(event)
         sent.set()
 
@@ -33,7 +37,7 @@ def asked_beside_another(client, patch, **more):
     engine.submit([job])
     try:
         response = client.post(PATHS["chat"], json={**body_of("chat", noise(41), "What?"), "temperature": 0, **more})
-        return advanced, events[:], response
+        return advanced, seen + [event for event in events if isinstance(event, RequestFailed)], response
     finally:
         job.cancelled = True
         patch.setattr(pixels, "patches", patches)
