@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import block_drafters
 import drafters
@@ -13,11 +14,12 @@ from plans import Listed, follow
 from sweep import SWEEP, sampled
 
 import mlx_mtp
+from mlx_mtp.decoding.drafters import names_of
 from mlx_mtp.decoding.drafters.block import Block
 from mlx_mtp.decoding.drafters.drafter import Drafter
 from mlx_mtp.decoding.run import NO_DRAFTS, Drafts, rows_at
 from mlx_mtp.models import dflash
-from mlx_mtp.tuning.plan import Plan
+from mlx_mtp.tuning.plan import Plan, Role
 
 CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
 TOKENS = 16 if SWEEP else 9
@@ -188,3 +190,10 @@ def test_a_conversation_stops_and_continues(made, tmp_path, name):
             known = (PROMPTS[0] + truth)[: model.drafter.calls[0][0].item() + 1]
             assert model.drafter.calls[0][2].tolist()[0] == model.drafter.scratch(model, known, 3)
     model.drafter = None
+
+
+@pytest.mark.parametrize("role", [Role.COPY, Role.GRAMMAR])
+def test_a_role_that_no_drafter_of_a_model_has_is_refused(role):
+    drafter = SimpleNamespace(source="copies", role=role)
+    with pytest.raises(ValueError, match=f"drafter 'copies': its role is {role.name}; allowed is MODEL"):
+        names_of(SimpleNamespace(drafter=drafter))

@@ -17,9 +17,13 @@ def drafter_of(model: Target) -> Drafter | None:
 
 
 def names_of(model: Target) -> dict[Role, str]:
-    """Return the names in plans of the model's drafter, or of `NAMES` without one, of `Lookup` and of `Forced`."""
+    """Return the names in plans of the model's drafter, or of `NAMES` without one, of `Lookup` and of `Forced`.
+
+    ValueError for a drafter of the model with another role than MODEL.
+    """
     own = drafter_of(model)
-    assert own is None or own.role is Role.MODEL
+    if own is not None and own.role is not Role.MODEL:
+        raise ValueError(f"drafter {own.source!r}: its role is {own.role.name}; allowed is MODEL")
     return {**NAMES, **{drafter.role: drafter.source for drafter in (own, Lookup, Forced) if drafter}}
 
 
