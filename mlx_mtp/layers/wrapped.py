@@ -1,0 +1,151 @@
+"""Make the port of a wrapper: a family of mlx-lm whose Model holds the language model of a family with a port.
+
+A wrapper is recognized by what its Model builds and calls, not by its name. Pictures and sound are not read.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, field, make_dataclass, replace
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .port import FUSED_EXPERTS, Tensors
+
+INSIDE = "language_model"
+PREFIX = f"{INSIDE}."  # of the language model's tensors in mlx-lm's layout
+HUB_PREFIX = f"model.{INSIDE}."  # of those in transformers' layout that have "model." in mlx-lm's
+OWN = re.compile(r"(model\.)?language_model\.|model\.(embed_tokens|layers|norm)\.|(lm_head|mtp|tuned_mtp)\.")
+
+Find = Callable[[str], ModuleType | None]  # returns the port of a family by its name, None without one
+
+
+class WrappedArgs:
+    """Mixin of a port's ModelArgs that reads the config.json of a wrapper, whose module of mlx-lm is WRAPPER."""
+
+    WRAPPER: Any
+    respelled = staticmethod(dict)  # mlx-lm's wrapper reads the values as they are
+
+    @classmethod
+    def from_dict(cls, params: dict[str, Any]) -> Any:
+        language = _built(cls.WRAPPER, params)[INSIDE]
+        return super().from_dict({**asdict(language.args), "outer": params})  # type: ignore[misc]
+
+
+class Wrapped:
+    """Mixin of a port whose tensors have the names of a wrapper's language model in either layout."""
+
+    PREFIX, OWN = PREFIX, OWN
+    args: Any
+
+    def renamed(self, name: str) -> list[str]:
+        return super().renamed(_bare(name))  # type: ignore[misc]
+
+    def sanitized(self, trunk: Tensors, heads: Tensors, **shifts: bool) -> Tensors:
+        """Convert checkpoint tensors by the wrapper's `sanitize` and then as the port does."""
+        wrapper = _built(self.args.WRAPPER, self.args.outer)
+        made = wrapper.sanitize({PREFIX + _bare(name): w for name, w in trunk.items()})
+        return super().sanitized({_bare(name): w for name, w in made.items()}, heads, **shifts)  # type: ignore[misc]
+
+
+def wrapped_port(family: ModuleType | None, config: dict, find: Find) -> ModuleType | None:
+    """Return the port of the language model in a wrapper, mlx-lm's module `family`; None for any other family.
+
+    None also if the wrapper cannot be built from this config.json, or if it changes the language model's inputs,
+    modules or logits.
+    """
+    if "text_config" not in getattr(getattr(family, "ModelArgs", None), "__dataclass_fields__", ()):
+        return None
+    return _recognized(family, json.dumps(config, default=str), find)
+
+
+@lru_cache(8)
+def _recognized(family: Any, config: str, find: Find) -> ModuleType | None:
+    """Return `wrapped_port` of a config.json as text; a load calls it several times."""
+    try:
+        outer = _built(family, json.loads(config))
+        language = outer.get(INSIDE)
+        for part in (language, language.get("model")):
+            room, _, name = type(part).__module__.rpartition(".")
+            port = find(name) if room == "mlx_lm.models" else None
+            if port and _holds(outer, sys.modules[f"{room}.{name}"]):
+                return _port(port, family)
+    except Exception:  # a config.json that describes no model; the plain loader reports it
+        return None
+    return None
+
+
+def _bare(name: str) -> str:
+    """Return the name that a wrapper's tensor has in the language model alone."""
+    return f"model.{name.removeprefix(HUB_PREFIX)}" if name.startswith(HUB_PREFIX) else name.removeprefix(PREFIX)
+
+
+def _built(family: Any, config: dict) -> Any:
+    """Return the model that mlx-lm builds from a config.json, with lazy random weights."""
+    return family.Model(family.ModelArgs.from_dict(json.loads(json.dumps(config))))
+
+
+def _port(port: Any, family: ModuleType) -> ModuleType:
+    """Return the module that stands for a wrapper's port: `port` with the wrapper's config.json and tensor names."""
+    made: Any = ModuleType(f"{port.__name__}.{family.__name__.rpartition('.')[2]}")
+    args = {"WRAPPER": family, "__module__": port.__name__}
+    outer = ("outer", dict, field(default_factory=dict))
+    made.ModelArgs = make_dataclass("ModelArgs", [outer], bases=(WrappedArgs, port.ModelArgs), namespace=args)
+    spec = replace(port.Model.SPEC, prefix=rf"(?:language_model\.)?{port.Model.SPEC.prefix}")
+    rules = {"SPEC": spec, "RENAMED": (*port.Model.RENAMED, *FUSED_EXPERTS), "__module__": port.__name__}
+    made.Model = type("Model", (Wrapped, port.Model), rules)
+    return made
+
+
+def _holds(outer: Any, family: Any) -> bool:
+    """Return whether a wrapper's output is that of a family's Model with the arguments of its language model.
+
+    The language model is that Model, or has the same modules with the same values and calls them likewise.
+    """
+    language = outer[INSIDE]
+    plain = family.Model(family.ModelArgs.from_dict(asdict(language.args)))
+    alike = _modules(language) == _modules(plain)
+    if type(language) is not type(plain):
+        alike = alike and _relays(language, "model", "lm_head") and _relays(plain, "model", "lm_head")
+    return alike and list(outer.children()) == [INSIDE] and _relays(outer, INSIDE)
+
+
+def _modules(model: nn.Module) -> dict[str, tuple]:
+    """Return what decides a model's output except weights, by path: each module's type, values and arrays' shapes."""
+    found = {}
+    for path, module in model.named_modules():
+        values = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str)}
+        shapes = {name: array.shape for name, array in module.items() if isinstance(array, mx.array)}
+        found[path] = type(module), values, shapes
+    del found[""]  # the model itself
+    return found
+
+
+class _Step:
+    """Stand-in for a module, which stores its arguments and returns an object that allows no arithmetic."""
+
+    def __init__(self) -> None:
+        self.given: list[Any] = []
+
+    def __call__(self, *args: Any, **options: Any) -> "_Step":
+        self.given += [value for value in (*args, *options.values()) if value is not None]
+        return self
+
+
+def _relays(model: Any, *names: str) -> bool:
+    """Return whether a model's output is that of its modules in turn, of which the first reads tokens and caches.
+
+    The modules are replaced.
+    """
+    tokens, cache, steps = mx.zeros((1, 1), mx.int32), [None], [_Step() for _ in names]
+    for name, step in zip(names, steps, strict=True):
+        setattr(model, name, step)
+    result = model(tokens, cache)
+    expected = [[tokens, cache], *([step] for step in steps[:-1])]
+    same = [list(map(id, step.given)) == list(map(id, values)) for step, values in zip(steps, expected, strict=True)]
+    return all(same) and result is steps[-1]
