@@ -49,12 +49,9 @@ class Renaming(NamedTuple):
 
 
 NUMBERED_EXPERTS = Renaming(r"\.mlp\.experts\.\d+\.", (".mlp.switch_mlp.",), ".mlp.experts.*.")
+GATE_UP = (".switch_mlp.gate_proj.weight", ".switch_mlp.up_proj.weight")
 FUSED_EXPERTS = (
-    Renaming(
-        r"\.experts\.gate_up_proj$",
-        (".switch_mlp.gate_proj.weight", ".switch_mlp.up_proj.weight"),
-        ".experts.gate_up_proj",
-    ),
+    Renaming(r"\.experts\.gate_up_proj$", GATE_UP, ".experts.gate_up_proj"),
     Renaming(r"\.experts\.down_proj$", (".switch_mlp.down_proj.weight",), ".experts.down_proj"),
 )
 MLA_KV_B = Renaming(r"\.kv_b_proj\.", (".embed_q.", ".unembed_out."), ".kv_b_proj.")

@@ -1,12 +1,12 @@
-"""Make the port of a wrapper: a family of mlx-lm whose Model holds the language model of a family with a port.
+"""Make the port of a family of mlx-lm whose Model holds or extends the Model of a family that has a port.
 
-A wrapper is recognized by what its Model builds and calls, not by its name. Pictures and sound are not read.
+Such a family is recognized by what its Model builds and calls, not by its name. Pictures and sound are not read.
 """
 
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, field, make_dataclass, replace
 from functools import lru_cache
 from types import ModuleType
@@ -22,19 +22,28 @@ PREFIX = f"{INSIDE}."  # of the language model's tensors in mlx-lm's layout
 HUB_PREFIX = f"model.{INSIDE}."  # of those in transformers' layout that have "model." in mlx-lm's
 OWN = re.compile(r"(model\.)?language_model\.|model\.(embed_tokens|layers|norm)\.|(lm_head|mtp|tuned_mtp)\.")
 
-Find = Callable[[str], ModuleType | None]  # returns the port of a family by its name, None without one
-
 
 class WrappedArgs:
-    """Mixin of a port's ModelArgs that reads the config.json of a wrapper, whose module of mlx-lm is WRAPPER."""
+    """Mixin of a port's ModelArgs that reads the config.json of a wrapper, whose module of mlx-lm is FAMILY."""
 
-    WRAPPER: Any
+    FAMILY: Any
     respelled = staticmethod(dict)  # mlx-lm's wrapper reads the values as they are
 
     @classmethod
     def from_dict(cls, params: dict[str, Any]) -> Any:
-        language = _built(cls.WRAPPER, params)[INSIDE]
+        language = _built(cls.FAMILY, params)[INSIDE]
         return super().from_dict({**asdict(language.args), "outer": params})  # type: ignore[misc]
+
+
+class ExtendedArgs:
+    """Mixin of a port's ModelArgs that checks the config.json of an extended family as FAMILY of mlx-lm does."""
+
+    FAMILY: Any
+
+    @classmethod
+    def from_dict(cls, params: dict[str, Any]) -> Any:
+        cls.FAMILY.ModelArgs.from_dict(params)
+        return super().from_dict(params)  # type: ignore[misc]
 
 
 class Wrapped:
@@ -48,16 +57,17 @@ class Wrapped:
 
     def sanitized(self, trunk: Tensors, heads: Tensors, **shifts: bool) -> Tensors:
         """Convert checkpoint tensors by the wrapper's `sanitize` and then as the port does."""
-        wrapper = _built(self.args.WRAPPER, self.args.outer)
+        wrapper = _built(self.args.FAMILY, self.args.outer)
         made = wrapper.sanitize({PREFIX + _bare(name): w for name, w in trunk.items()})
         return super().sanitized({_bare(name): w for name, w in made.items()}, heads, **shifts)  # type: ignore[misc]
 
 
-def wrapped_port(family: ModuleType | None, config: dict, find: Find) -> ModuleType | None:
-    """Return the port of the language model in a wrapper, mlx-lm's module `family`; None for any other family.
+def wrapped_port(family: ModuleType | None, config: dict, find: Callable[[str], Any]) -> ModuleType | None:
+    """Return the port of the model that mlx-lm's module `family` holds or extends; None for any other family.
 
-    None also if the wrapper cannot be built from this config.json, or if it changes the language model's inputs,
-    modules or logits.
+    find: returns the port of a family by its name, None without one.
+    None also if the family cannot be built from this config.json, or if it changes the inputs, modules or logits of
+    the language model that it holds.
     """
     if "text_config" not in getattr(getattr(family, "ModelArgs", None), "__dataclass_fields__", ()):
         return None
@@ -65,16 +75,19 @@ def wrapped_port(family: ModuleType | None, config: dict, find: Find) -> ModuleT
 
 
 @lru_cache(8)
-def _recognized(family: Any, config: str, find: Find) -> ModuleType | None:
+def _recognized(family: Any, config: str, find: Callable[[str], Any]) -> ModuleType | None:
     """Return `wrapped_port` of a config.json as text; a load calls it several times."""
     try:
         outer = _built(family, json.loads(config))
-        language = outer.get(INSIDE)
+        language, base = outer[INSIDE], type(outer).__base__
+        if (port := find(base.__module__.rpartition(".")[2])) and _extends(outer, sys.modules[base.__module__]):
+            args, model = (ExtendedArgs, port.ModelArgs, family.ModelArgs), (port.Model, family.Model)
+            return _made(port, family, args, model)
         for part in (language, language.get("model")):
             room, _, name = type(part).__module__.rpartition(".")
             port = find(name) if room == "mlx_lm.models" else None
             if port and _holds(outer, sys.modules[f"{room}.{name}"]):
-                return _port(port, family)
+                return _wrapped(port, family)
     except Exception:  # a config.json that describes no model; the plain loader reports it
         return None
     return None
@@ -90,16 +103,32 @@ def _built(family: Any, config: dict) -> Any:
     return family.Model(family.ModelArgs.from_dict(json.loads(json.dumps(config))))
 
 
-def _port(port: Any, family: ModuleType) -> ModuleType:
-    """Return the module that stands for a wrapper's port: `port` with the wrapper's config.json and tensor names."""
-    made: Any = ModuleType(f"{port.__name__}.{family.__name__.rpartition('.')[2]}")
-    args = {"WRAPPER": family, "__module__": port.__name__}
-    outer = ("outer", dict, field(default_factory=dict))
-    made.ModelArgs = make_dataclass("ModelArgs", [outer], bases=(WrappedArgs, port.ModelArgs), namespace=args)
+def _wrapped(port: Any, family: Any) -> ModuleType:
+    """Return a port with the config.json and the tensor names of a wrapper of mlx-lm's."""
     spec = replace(port.Model.SPEC, prefix=rf"(?:language_model\.)?{port.Model.SPEC.prefix}")
-    rules = {"SPEC": spec, "RENAMED": (*port.Model.RENAMED, *FUSED_EXPERTS), "__module__": port.__name__}
-    made.Model = type("Model", (Wrapped, port.Model), rules)
+    rules = {"SPEC": spec, "RENAMED": (*port.Model.RENAMED, *FUSED_EXPERTS)}
+    outer = ("outer", dict, field(default_factory=dict))
+    return _made(port, family, (WrappedArgs, port.ModelArgs), (Wrapped, port.Model), [outer], rules)
+
+
+def _made(port: Any, family: Any, args: tuple, model: tuple, fields: Sequence = (), rules: Any = None) -> ModuleType:
+    """Return a module with a ModelArgs and a Model of these bases, which count as classes of `port`.
+
+    fields: further ones of ModelArgs. rules: further attributes of Model.
+    """
+    made: Any = ModuleType(f"{port.__name__}.{family.__name__.rpartition('.')[2]}")
+    place = {"__module__": port.__name__}
+    made.ModelArgs = make_dataclass("ModelArgs", fields, bases=args, namespace={"FAMILY": family, **place})
+    made.Model = type("Model", model, {**(rules or {}), **place})
     return made
+
+
+def _extends(outer: Any, family: Any) -> bool:
+    """Return whether a model is a family's Model in which only linear layers and embeddings have other classes."""
+    changed, plain = _modules(outer), _modules(_built(family, vars(outer.args)))
+    kept = {path for path, (kind, *_) in plain.items() if kind not in (nn.Linear, nn.Embedding)}
+    own = {"__call__", "layers", "make_cache"} & vars(type(outer)).keys()
+    return not own and changed.keys() == plain.keys() and all(changed[path] == plain[path] for path in kept)
 
 
 def _holds(outer: Any, family: Any) -> bool:
@@ -126,14 +155,11 @@ def _modules(model: nn.Module) -> dict[str, tuple]:
     return found
 
 
-class _Step:
-    """Stand-in for a module, which stores its arguments and returns an object that allows no arithmetic."""
-
-    def __init__(self) -> None:
-        self.given: list[Any] = []
+class _Step(list):
+    """Stand-in for a module: it stores the arguments of its call, and returns itself."""
 
     def __call__(self, *args: Any, **options: Any) -> "_Step":
-        self.given += [value for value in (*args, *options.values()) if value is not None]
+        self.extend(value for value in (*args, *options.values()) if value is not None)
         return self
 
 
@@ -147,5 +173,5 @@ def _relays(model: Any, *names: str) -> bool:
         setattr(model, name, step)
     result = model(tokens, cache)
     expected = [[tokens, cache], *([step] for step in steps[:-1])]
-    same = [list(map(id, step.given)) == list(map(id, values)) for step, values in zip(steps, expected, strict=True)]
+    same = [[*map(id, step)] == [*map(id, values)] for step, values in zip(steps, expected, strict=True)]
     return all(same) and result is steps[-1]
