@@ -82,7 +82,7 @@ def _recognized(family: Any, config: str, find: Callable[[str], Any]) -> ModuleT
         language, base = outer[INSIDE], type(outer).__base__
         if (port := find(base.__module__.rpartition(".")[2])) and _extends(outer, sys.modules[base.__module__]):
             args, model = (ExtendedArgs, port.ModelArgs, family.ModelArgs), (port.Model, family.Model)
-            return _made(port, family, args, model)
+            return _made(port, family, args, model, rules={"shard": property()})  # mlx-lm would drop their classes
         for part in (language, language.get("model")):
             room, _, name = type(part).__module__.rpartition(".")
             port = find(name) if room == "mlx_lm.models" else None
