@@ -33,17 +33,24 @@ TEXTS = {
     "kimi_vl": {name: value for name, value in DEEPSEEK.items() if name != "model_type"},
     "mistral3": {**SIZES, "model_type": "mistral"},
     "pixtral": {**SIZES, "model_type": "mistral"},
-    "qwen2_vl": {**SIZES, "model_type": "qwen2_vl_text", "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}},
+    "qwen2_vl": {
+        **SIZES,
+        "model_type": "qwen2_vl_text",
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    },
     "qwen3_vl": {**SIZES, "model_type": "qwen3_vl_text", "tie_word_embeddings": True},
     "qwen3_vl_moe": {**SIZES, **EXPERTS, "model_type": "qwen3_vl_moe_text"},
 }
 # Text configs of wrappers whose language model has none.
 WITHOUT = {
-    "mistral3": {**SIZES, "model_type": "ministral3", "rope_parameters": {"rope_theta": 1e4}},
+    "mistral3": {
+        **SIZES, "model_type": "ministral3",
+        "rope_parameters": {"rope_theta": 1e4, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64},
+    },
     "lfm2-vl": {
         **SIZES, "model_type": "lfm2", "norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3, "block_dim": 32,
-        "block_ff_dim": 48, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": False,
-        "full_attn_idxs": [1, 3],
+        "block_ff_dim": 48, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False, "full_attn_idxs": [1, 3],
     },
     "gemma4": {},
 }  # fmt: skip
@@ -123,7 +130,8 @@ def _form(path: str, module: nn.Module, few: str):
 def hadamard_config() -> dict:
     """Return a config of `prism_hadamard_qwen35`, whose linear layers have 2 bits and, in part, rotated inputs."""
     text = {**qwen.QWEN_TEXT, "hidden_size": 128, "intermediate_size": 512, "head_dim": 32}
-    text |= {"linear_value_head_dim": 64, "model_type": "qwen3_5_text"}
+    text |= {"linear_value_head_dim": 64, "model_type": "qwen3_5_text", "num_hidden_layers": 2}
+    text |= {"full_attention_interval": 2, "layer_types": ["linear_attention", "full_attention"]}
     del text["mtp_num_hidden_layers"]
     language = qwen3_5.TextModel(qwen3_5.TextModelArgs.from_dict(text))
     modules = [
