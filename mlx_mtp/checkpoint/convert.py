@@ -98,8 +98,7 @@ class ConversionSource:
         """Return (the target's tensors by mlx-lm's names, the heads' by the hub's)."""
         found = named(self.model)
         heads = {stored_name(self.model, path): w for path, w in found.items() if path.startswith("mtp.")}
-        target = {stored_name(self.model, path): w for path, w in found.items() if not path.startswith("mtp.")}
-        return target, heads
+        return {stored_name(self.model, path): w for path, w in found.items() if not path.startswith("mtp.")}, heads
 
     def new_config(self) -> dict[str, Any]:
         """Return config.json, with the vision tower's part, if any, and the model's new type and quantization."""

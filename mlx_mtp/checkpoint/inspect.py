@@ -289,10 +289,9 @@ def _part_of(model: Any, ranks: int, config: dict) -> int:
 
     config: config.json; ValueError if its model_type has no port, or cannot be split over these ranks.
     """
-    name = config["model_type"]
     if find_port(config) is None:
-        raise ValueError(f"ranks={ranks}: model_type {name!r} cannot be split; allowed is 1")
-    take_part(model, RankShare(ranks), name)
+        raise ValueError(f"ranks={ranks}: model_type {config['model_type']!r} cannot be split; allowed is 1")
+    take_part(model, RankShare(ranks), config["model_type"])
     return nbytes(model.parameters()) - nbytes(model.get("mtp", []))
 
 

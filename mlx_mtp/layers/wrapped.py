@@ -9,11 +9,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, field, make_dataclass, replace
 from functools import lru_cache
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
 
 from .port import FUSED_EXPERTS, Tensors
 
@@ -26,11 +27,10 @@ OWN = re.compile(r"(model\.)?language_model\.|model\.(embed_tokens|layers|norm)\
 class WrappedArgs:
     """Mixin of a port's ModelArgs that reads the config.json of a wrapper, whose module of mlx-lm is FAMILY."""
 
-    FAMILY: Any
     respelled = staticmethod(dict)  # mlx-lm's wrapper reads the values as they are
 
     @classmethod
-    def from_dict(cls, params: dict[str, Any]) -> Any:
+    def from_dict(cls: Any, params: dict[str, Any]) -> Any:
         language = _built(cls.FAMILY, params)[INSIDE]
         return super().from_dict({**asdict(language.args), "outer": params})  # type: ignore[misc]
 
@@ -38,10 +38,8 @@ class WrappedArgs:
 class ExtendedArgs:
     """Mixin of a port's ModelArgs that checks the config.json of an extended family as FAMILY of mlx-lm does."""
 
-    FAMILY: Any
-
     @classmethod
-    def from_dict(cls, params: dict[str, Any]) -> Any:
+    def from_dict(cls: Any, params: dict[str, Any]) -> Any:
         cls.FAMILY.ModelArgs.from_dict(params)
         return super().from_dict(params)  # type: ignore[misc]
 
@@ -50,12 +48,11 @@ class Wrapped:
     """Mixin of a port whose tensors have the names of a wrapper's language model in either layout."""
 
     PREFIX, OWN = PREFIX, OWN
-    args: Any
 
     def renamed(self, name: str) -> list[str]:
         return super().renamed(_bare(name))  # type: ignore[misc]
 
-    def sanitized(self, trunk: Tensors, heads: Tensors, **shifts: bool) -> Tensors:
+    def sanitized(self: Any, trunk: Tensors, heads: Tensors, **shifts: bool) -> Tensors:
         """Convert checkpoint tensors by the wrapper's `sanitize` and then as the port does."""
         wrapper = _built(self.args.FAMILY, self.args.outer)
         made = wrapper.sanitize({PREFIX + _bare(name): w for name, w in trunk.items()})
@@ -65,9 +62,8 @@ class Wrapped:
 def wrapped_port(family: ModuleType | None, config: dict, find: Callable[[str], Any]) -> ModuleType | None:
     """Return the port of the model that mlx-lm's module `family` holds or extends; None for any other family.
 
-    find: returns the port of a family by its name, None without one.
     None also if the family cannot be built from this config.json, or if it changes the inputs, modules or logits of
-    the language model that it holds.
+    the language model that it holds. find: returns the port of a family by its name, None without one.
     """
     if "text_config" not in getattr(getattr(family, "ModelArgs", None), "__dataclass_fields__", ()):
         return None
@@ -126,7 +122,7 @@ def _made(port: Any, family: Any, args: tuple, model: tuple, fields: Sequence = 
 def _extends(outer: Any, family: Any) -> bool:
     """Return whether a model is a family's Model in which only linear layers and embeddings have other classes."""
     changed, plain = _modules(outer), _modules(_built(family, vars(outer.args)))
-    kept = {path for path, (kind, *_) in plain.items() if kind not in (nn.Linear, nn.Embedding)}
+    kept = {path for path, (kind, *_) in plain.items() if path and kind not in (nn.Linear, nn.Embedding)}
     own = {"__call__", "layers", "make_cache"} & vars(type(outer)).keys()
     return not own and changed.keys() == plain.keys() and all(changed[path] == plain[path] for path in kept)
 
@@ -138,21 +134,30 @@ def _holds(outer: Any, family: Any) -> bool:
     """
     language = outer[INSIDE]
     plain = family.Model(family.ModelArgs.from_dict(asdict(language.args)))
-    alike = _modules(language) == _modules(plain)
+    mine, theirs = _modules(language), _modules(plain)
+    alike = not hasattr(outer, "make_cache") or _caches(outer) == _caches(plain)
     if type(language) is not type(plain):
+        mine[""] = theirs[""]
         alike = alike and _relays(language, "model", "lm_head") and _relays(plain, "model", "lm_head")
-    return alike and list(outer.children()) == [INSIDE] and _relays(outer, INSIDE)
+    return alike and mine == theirs and list(outer.children()) == [INSIDE] and _relays(outer, INSIDE)
 
 
 def _modules(model: nn.Module) -> dict[str, tuple]:
-    """Return what decides a model's output except weights, by path: each module's type, values and arrays' shapes."""
-    found = {}
-    for path, module in model.named_modules():
-        values = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str)}
-        shapes = {name: array.shape for name, array in module.items() if isinstance(array, mx.array)}
-        found[path] = type(module), values, shapes
-    del found[""]  # the model itself
-    return found
+    """Return what decides a model's output except weights and its code: by path, each module's class and values."""
+    return {p: (type(m), {n: _value(n, v) for n, v in {**vars(m), **m}.items()}) for p, m in model.named_modules()}
+
+
+def _value(name: str, value: Any) -> Any:
+    """Return a module's value for a comparison: of weights the shape, None for modules and other objects."""
+    if isinstance(value, mx.array):
+        return value.tolist() if name.startswith("_") else value.shape
+    if isinstance(value, list):
+        return [item for item in value if not isinstance(item, nn.Module)]
+    return value if isinstance(value, int | float | str | FunctionType) else None
+
+
+def _caches(model: Any) -> list[dict]:
+    return [{"kind": type(cache), **vars(cache)} for cache in make_prompt_cache(model)]
 
 
 class _Step(list):

@@ -25,7 +25,7 @@ from ..layers.wrapped import wrapped_port
 
 DRAFTERS = ("eagle3", "dflash")
 # Added to mlx-lm's aliases of a model_type: a text model exported without its wrapper, with a flat config.json.
-REMAPPED = {**MODEL_REMAPPING, "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
+REMAPPED: dict[str, str] = {**MODEL_REMAPPING, "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
 
 
 def port_names() -> list[str]:

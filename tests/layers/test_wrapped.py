@@ -11,9 +11,12 @@ import pytest
 import wrappers
 from mlx_lm.models import deepseek_v3, llama, qwen3_5
 from mlx_lm.models.base import BaseModelArgs
+from mlx_lm.models.cache import RotatingKVCache
 
 from mlx_mtp.models import find_port
 
+SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED["original_max_position_embeddings"] = 64
 LLAMA = {**wrappers.SIZES, "model_type": "llama"}
 
 
@@ -101,6 +104,24 @@ class OtherRotation(Wrapper):
     def __init__(self, args):
         super().__init__(args)
         self.language_model.layers[-1].self_attn.rope.base = 5.0
+
+
+class OtherList(Wrapper):
+    def __init__(self, args):
+        super().__init__(args)
+        self.language_model.model.layer_types = ["sliding_attention"] * 4
+
+
+class OtherFrequencies(Wrapper):
+    def __init__(self, args):
+        super().__init__(args)
+        for layer in self.language_model.layers:
+            layer.self_attn.rope._freqs = layer.self_attn.rope._freqs * 2
+
+
+class OtherCaches(Wrapper):
+    def make_cache(self):
+        return [RotatingKVCache(4) for _ in self.language_model.layers]
 
 
 class FewerLayers(Wrapper):
@@ -196,13 +217,15 @@ def port(monkeypatch, model, args, text):
 
 HONEST = [
     (Wrapper, ModelArgs, LLAMA, "llama"),
+    (Wrapper, ModelArgs, {**LLAMA, "rope_scaling": SCALED}, "llama"),
     (of_layers(Language), ModelArgs, wrappers.DEEPSEEK, "deepseek_v3"),
     (OtherLinears, qwen3_5.ModelArgs, wrappers.qwen.QWEN_TEXT, "qwen3_5"),
 ]
 LYING = [
     *((kind, ModelArgs, LLAMA) for kind in (ScaledLogits, CappedLogits, OtherTokens, NoCache, OwnEmbeddings, Twice)),
     *((kind, ModelArgs, LLAMA) for kind in (PastTheNorm, SecondModule, OtherNorm, OtherScale, OtherRotation)),
-    *((kind, ModelArgs, LLAMA) for kind in (FewerLayers, OfSubclass)),
+    *((kind, ModelArgs, LLAMA) for kind in (FewerLayers, OfSubclass, OtherList, OtherCaches)),
+    (OtherFrequencies, ModelArgs, {**LLAMA, "rope_scaling": SCALED}),
     *((of_layers(kind), ModelArgs, wrappers.DEEPSEEK) for kind in (ScaledLanguage, BiasedLanguage)),
     *((kind, qwen3_5.ModelArgs, wrappers.qwen.QWEN_TEXT) for kind in (OtherMixer, OtherCall, OtherValue)),
 ]
