@@ -35,15 +35,6 @@ class WrappedArgs:
         return super().from_dict({**asdict(language.args), "outer": params})  # type: ignore[misc]
 
 
-class ExtendedArgs:
-    """Mixin of a port's ModelArgs that checks the config.json of an extended family as FAMILY of mlx-lm does."""
-
-    @classmethod
-    def from_dict(cls: Any, params: dict[str, Any]) -> Any:
-        cls.FAMILY.ModelArgs.from_dict(params)
-        return super().from_dict(params)  # type: ignore[misc]
-
-
 class Wrapped:
     """Mixin of a port whose tensors have the names of a wrapper's language model in either layout."""
 
@@ -77,7 +68,7 @@ def _recognized(family: Any, config: str, find: Callable[[str], Any]) -> ModuleT
         outer = _built(family, json.loads(config))
         language, base = outer[INSIDE], type(outer).__base__
         if (port := find(base.__module__.rpartition(".")[2])) and _extends(outer, sys.modules[base.__module__]):
-            args, model = (ExtendedArgs, port.ModelArgs, family.ModelArgs), (port.Model, family.Model)
+            args, model = (port.ModelArgs, family.ModelArgs), (port.Model, family.Model)
             return _made(port, family, args, model, rules={"shard": property()})  # mlx-lm would drop their classes
         for part in (language, language.get("model")):
             room, _, name = type(part).__module__.rpartition(".")
@@ -101,8 +92,8 @@ def _built(family: Any, config: dict) -> Any:
 
 def _wrapped(port: Any, family: Any) -> ModuleType:
     """Return a port with the config.json and the tensor names of a wrapper of mlx-lm's."""
-    spec = replace(port.Model.SPEC, prefix=rf"(?:language_model\.)?{port.Model.SPEC.prefix}")
-    rules = {"SPEC": spec, "RENAMED": (*port.Model.RENAMED, *FUSED_EXPERTS)}
+    prefix = port.Model.SPEC.prefix.replace(r"model\.", r"(?:language_model\.)?model\.(?:language_model\.)?", 1)
+    rules = {"SPEC": replace(port.Model.SPEC, prefix=prefix), "RENAMED": (*port.Model.RENAMED, *FUSED_EXPERTS)}
     outer = ("outer", dict, field(default_factory=dict))
     return _made(port, family, (WrappedArgs, port.ModelArgs), (Wrapped, port.Model), [outer], rules)
 

@@ -113,6 +113,31 @@ def test_numbered_experts_as_released(tmp_path, name):
     check(loaded(wrappers.save(tmp_path, {**config, "model_type": name}, weights)), plain)
 
 
+@pytest.mark.parametrize("layout", wrappers.LAYOUTS)
+def test_heads_of_the_language_model(tmp_path, layout):
+    """No released checkpoint of a wrapper has some; those of its language model are one layer more."""
+    text = families.FAMILIES["deepseek_v3"].config
+    config = wrappers.config_of("kimi_k25", text)
+    _, weights, plain = families.build("deepseek_v3", tmp_path / "language")
+    path = wrappers.save(tmp_path / "wrapper", config, {f"language_model.{n}": w for n, w in weights.items()}, layout)
+    model, stats = loaded(path), mlx_mtp.Stats()
+    assert model.report.heads == 1
+    steps = mlx_mtp.generate_step(PROMPT, model, max_tokens=8, num_draft_tokens=1, adaptive=False, stats=stats)
+    assert (found := [token for token, _, _ in steps]) == tiny.greedy(plain, PROMPT, 8, found)
+    assert stats.drafted[0] > 0
+    convert(path, tmp_path / "new")
+    assert loaded(tmp_path / "new").report.heads == 1
+
+
+def test_a_window_that_mlx_lms_wrapper_ignores(tmp_path):
+    """In `mistral` a window is one of every layer, but not in a wrapper of it."""
+    config = wrappers.config_of("mistral3", {**wrappers.TEXTS["mistral3"], "sliding_window": 6})
+    plain, weights = wrappers.plain_model(config)
+    model = loaded(wrappers.save(tmp_path, config, weights))
+    check(model, plain)
+    assert set(model.windows()) == {None}
+
+
 @pytest.mark.parametrize("name", sampled(FEW[:2], NAMES))
 def test_quantized_weights_of_two_formats(tmp_path, name):
     config = wrappers.config_of(name)
