@@ -21,6 +21,7 @@ from .port import FUSED_EXPERTS, Tensors
 INSIDE = "language_model"
 PREFIX = f"{INSIDE}."  # of the language model's tensors in mlx-lm's layout
 HUB_PREFIX = f"model.{INSIDE}."  # of those in transformers' layout that have "model." in mlx-lm's
+MAX_COMPARED = 1 << 16  # numbers of a constant array, such as rotary frequencies
 OWN = re.compile(r"(model\.)?language_model\.|model\.(embed_tokens|layers|norm)\.|(lm_head|mtp|tuned_mtp)\.")
 
 
@@ -58,25 +59,25 @@ def wrapped_port(family: ModuleType | None, config: dict, find: Callable[[str], 
     """
     if "text_config" not in getattr(getattr(family, "ModelArgs", None), "__dataclass_fields__", ()):
         return None
-    return _recognized(family, json.dumps(config, default=str), find)
+    try:
+        return _recognized(family, json.dumps(config, default=str), find)
+    except Exception:  # a config.json that describes no model; the loader reports it
+        return None
 
 
 @lru_cache(8)
 def _recognized(family: Any, config: str, find: Callable[[str], Any]) -> ModuleType | None:
     """Return `wrapped_port` of a config.json as text; a load calls it several times."""
-    try:
-        outer = _built(family, json.loads(config))
-        language, base = outer[INSIDE], type(outer).__base__
-        if (port := find(base.__module__.rpartition(".")[2])) and _extends(outer, sys.modules[base.__module__]):
-            args, model = (port.ModelArgs, family.ModelArgs), (port.Model, family.Model)
-            return _made(port, family, args, model, rules={"shard": property()})  # mlx-lm would drop their classes
-        for part in (language, language.get("model")):
-            room, _, name = type(part).__module__.rpartition(".")
-            port = find(name) if room == "mlx_lm.models" else None
-            if port and _holds(outer, sys.modules[f"{room}.{name}"]):
-                return _wrapped(port, family)
-    except Exception:  # a config.json that describes no model; the plain loader reports it
-        return None
+    outer = _built(family, json.loads(config))
+    language, base = outer[INSIDE], type(outer).__base__
+    if (port := find(base.__module__.rpartition(".")[2])) and _extends(outer, sys.modules[base.__module__]):
+        args, model = (port.ModelArgs, family.ModelArgs), (port.Model, family.Model)
+        return _made(port, family, args, model, rules={"shard": property()})  # mlx-lm would drop their classes
+    for part in (language, language.get("model")):
+        room, _, name = type(part).__module__.rpartition(".")
+        port = find(name) if room == "mlx_lm.models" else None
+        if port and _holds(outer, sys.modules[f"{room}.{name}"]):
+            return _wrapped(port, family)
     return None
 
 
@@ -141,7 +142,7 @@ def _modules(model: nn.Module) -> dict[str, tuple]:
 def _value(name: str, value: Any) -> Any:
     """Return a module's value for a comparison: of weights the shape, None for modules and other objects."""
     if isinstance(value, mx.array):
-        return value.tolist() if name.startswith("_") else value.shape
+        return value.tolist() if name.startswith("_") and value.size <= MAX_COMPARED else value.shape
     if isinstance(value, list):
         return [item for item in value if not isinstance(item, nn.Module)]
     return value if isinstance(value, int | float | str | FunctionType) else None

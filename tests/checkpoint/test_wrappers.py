@@ -19,6 +19,7 @@ from mlx_mtp.checkpoint.adapters import load_adapters
 from mlx_mtp.checkpoint.convert import convert
 from mlx_mtp.checkpoint.cure import NeverDrafts
 from mlx_mtp.checkpoint.inspect import inspect_checkpoint
+from mlx_mtp.checkpoint.small_model import is_small_model
 from mlx_mtp.models import find_port
 
 NAMES = sorted(wrappers.TEXTS)
@@ -214,6 +215,16 @@ def test_a_broken_text_config_is_one_line(tmp_path, name, text):
     with pytest.raises(ValueError, match=r"\w") as caught:
         loaded(wrappers.rewritten(path, text_config=text))
     assert "\n" not in str(caught.value)
+
+
+def test_numbers_out_of_range_are_not_built(tmp_path):
+    path, _ = wrappers.build("gemma3", tmp_path)
+    for name, value in (("num_hidden_layers", 10**9), ("head_dim", 2**50), ("hidden_size", 2**62)):
+        wrappers.rewritten(path, text_config={**wrappers.TEXTS["gemma3"], name: value})
+        with pytest.raises(ValueError, match=r"\w"):
+            loaded(path)
+    wrappers.rewritten(path, text_config={**wrappers.TEXTS["gemma3"], "num_hidden_layers": 10**9})
+    assert not is_small_model(path)
 
 
 def test_a_missing_tensor_has_its_stored_name(tmp_path):
