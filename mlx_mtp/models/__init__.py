@@ -25,7 +25,7 @@ from ..layers.wrapped import wrapped_port
 
 DRAFTERS = ("eagle3", "dflash")
 # Added to mlx-lm's aliases of a model_type: a text model exported without its wrapper, with a flat config.json.
-REMAPPED: dict[str, str] = {**MODEL_REMAPPING, "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
+REMAPPED = {**MODEL_REMAPPING, "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
 
 
 def port_names() -> list[str]:
@@ -38,13 +38,17 @@ def find_port(config: dict) -> ModuleType | None:
 
     The port of a wrapper (`layers.wrapped`) is made from that of its language model. KeyError without a model_type.
     """
-    name = REMAPPED.get(config["model_type"], config["model_type"])
+    name = _aliased(config["model_type"])
     return _written(name) or wrapped_port(_of_mlx_lm(name), config, _written)
 
 
 def find_family(config: dict) -> ModuleType | None:
     """Return the module of a config.json's model_type or its alias: its port, else mlx-lm's module, else None."""
-    return find_port(config) or _of_mlx_lm(REMAPPED.get(config["model_type"], config["model_type"]))
+    return find_port(config) or _of_mlx_lm(_aliased(config["model_type"]))
+
+
+def _aliased(model_type: str) -> str:
+    return REMAPPED.get(model_type, model_type)
 
 
 def _written(name: str) -> ModuleType | None:
