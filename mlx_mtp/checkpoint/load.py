@@ -261,6 +261,7 @@ def _load(path: Path, config: dict, options: LoadOptions) -> Any:
         small = drafter if drafter and is_small_model(drafter) else None
         model = load_made(path, config, drafting, budget, lazy=lazy, drafter=None if small else drafter)
         model.runtime.blind = open_vision(path, config, None, options.sight, 0)[1]
+        attach_tuned(model, drafting.mtp_path)
         if small:
             attach_small_model(model, small, budget, lazy=lazy)
     else:
