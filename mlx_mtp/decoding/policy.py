@@ -32,7 +32,8 @@ def lookup_drafts(cache: PromptCache, k: int, *, plain: bool, adaptive: bool, as
     if asked and (plain or cache.is_mlx_lm):
         why = "num_draft_tokens=0, which is plain decoding" if plain else "a family that has no port"
         raise ValueError(f"prompt_lookup=True: not with {why}; allowed are False and None")
-    return LOOKUP_DRAFTS if asked or (asked is None and adaptive and k) else 0
+    most = min(LOOKUP_DRAFTS, cache.model.runtime.most_drafts())
+    return most if asked or (asked is None and adaptive and k) else 0
 
 
 def forced_drafts(cache: PromptCache, *, plain: bool, asked: int | None) -> int:
@@ -43,10 +44,10 @@ def forced_drafts(cache: PromptCache, *, plain: bool, asked: int | None) -> int:
     """
     most = 0 if cache.is_mlx_lm else GRAMMAR_DRAFTS
     if asked is None:
-        return 0 if plain else most
+        asked = 0 if plain else most
     if type(asked) is not int or not 0 <= asked <= most:
         raise ValueError(f"grammar_drafts={asked}: allowed is 0 to {most}, or None")
-    return asked
+    return min(asked, cache.model.runtime.most_drafts())
 
 
 class Learned:

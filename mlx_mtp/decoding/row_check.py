@@ -1,0 +1,274 @@
+"""Check a loaded model's rows: several rows of one pass, as a verify reads them, against the same rows alone."""
+
+import math
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..cache.file import fingerprint
+from ..cache.layer_cache import CONTEXTS
+from ..cache.prompt_cache import PromptCache, make_prompt_cache
+from ..cache.step_cache import seek
+from ..layers.target import Target
+from ..machine.errors import with_type
+from ..machine.remembered import cache_directory
+from ..machine.stream import in_turn
+from ..tuning.kernel_fallback import Fallback, KernelRefused, run_first
+from ..tuning.module_calls import CallLog, first_differing
+from ..tuning.row_findings import EVERY, NUMBERS, Findings, RememberedRows, RowFinding, rows_in_words
+from .memory_needs import check_prompt, stated_positions
+from .options import default_chunk
+from .prefill import evaluated, read_chunk
+
+# Maximum difference on a CPU, relative to the greatest magnitude of the rows; on a GPU bits must be equal.
+TOLERANCES = {mx.float32: 2**-13, mx.float16: 2**-6, mx.bfloat16: 2**-4}
+LM_HEAD, TAKE_BACK = "the LM head", "the first row after rejected ones"  # places that are no module
+UNPROVEN = "not checked yet, so nothing is drafted: the check runs in idle time, or at once with --check-rows"
+Passes = Generator[None, None, Any]
+
+
+class RowCheck:
+    """The check of one model's rows: a forward pass per `step`, with caches of its own.
+
+    Its findings limit `runtime.rows` and are in the report. A change of kernels (`renew`) makes it begin again.
+
+    layout: arguments of `make_prompt_cache`. contexts: positions of the first row, each at least 1 and at most what
+    `positions`, the model's maximum, allows. exact: compare bits, else with TOLERANCES. tokens: of a prompt; random
+    ones follow. before: `runtime.rows` without findings. found: findings by context. left_out: contexts for which
+    memory was too small, with the reason. failure: the error that ended the check.
+    """
+
+    def __init__(
+        self,
+        model: Target,
+        layout: Mapping[str, Any],
+        *,
+        contexts: Sequence[int] = CONTEXTS,
+        exact: bool | None = None,
+        recalls: bool = True,
+    ):
+        """exact: None on a GPU compares bits. recalls: begin with the findings of earlier processes."""
+        self.model, self.layout, self.contexts, self.recalls = model, layout, contexts, recalls
+        self.exact = mx.default_device() != mx.cpu if exact is None else exact
+        self.positions, self.tokens, self.before = stated_positions(model), (), model.runtime.rows
+        self.weights, self.failure = fingerprint(model, heads=False), ""
+        self.left_out: dict[int, str] = {}
+        self.file: RememberedRows | None = None
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin again if other kernels are on than at the last call, with what was found for these."""
+        file = RememberedRows(self.model, self.weights, self.layout, exact=self.exact)
+        if self.file is None or file.facts != self.file.facts:
+            self.file, self.found = file, file.recall() if self.recalls else Findings()
+            self._passes: Passes | None = None
+            self._apply()
+
+    @property
+    def bases(self) -> list[int]:
+        """The positions of the first row, ascending."""
+        last = self.positions - EVERY if self.positions else math.inf
+        return sorted({int(max(1, min(context, last))) for context in self.contexts})
+
+    @property
+    def done(self) -> bool:
+        """Whether no pass is left, also after an error."""
+        return bool(self.failure) or self.found.keys() | self.left_out.keys() >= {*self.bases}
+
+    @property
+    def due(self) -> bool:
+        """Whether idle time is to be used: on a GPU, until it is done."""
+        return self.exact and not self.done
+
+    @in_turn()
+    def step(self) -> bool:
+        """Run the next pass; return whether more are left. Raises errors of MLX's operations, and is then done."""
+        passes = self._passes = self._passes or self._every()
+        try:
+            next(passes, None)
+        except KernelRefused as e:
+            self._passes = None
+            Fallback(self.model).take(e, 0)
+        except Exception as e:
+            self._passes, self.failure = None, with_type(e)
+            self._apply()
+            raise
+        return not self.done
+
+    def pause(self) -> None:
+        """Release the caches; the current context begins again with the next step."""
+        if self._passes and not self._passes.gi_running:
+            self._passes = None
+
+    def _apply(self) -> None:
+        """Set `runtime.rows` and the report's line by the findings."""
+        unproven = self.failure or not self.done
+        most = self.before if unproven and self.before is not None else EVERY
+        rows = min(most, *(finding.passed for finding in self.found.values()), EVERY)
+        self.model.runtime.rows = None if rows == EVERY else rows
+        words = rows_in_words(self.found, [*self._missing()], exact=self.exact)
+        pending = not (self.found or self.failure or self.left_out)
+        self.model.runtime.note(rows=(UNPROVEN if self.before is not None else "") if pending else words)
+
+    def _missing(self) -> Generator[str, None, None]:
+        last = self.bases[-1]
+        if self.positions and last < max(self.contexts):
+            yield f"later contexts, as the model has {self.positions:,} positions"
+        yield from (f"context {base:,} ({why})" for base, why in self.left_out.items())
+        yield from ([self.failure] if self.failure else ())
+        if not self.done:
+            yield f"contexts {', '.join(f'{b:,}' for b in self.bases if b not in self.found)} yet"
+        if self.model.runtime.adapters.names:
+            yield "other adapters"
+
+    def _every(self) -> Passes:
+        """Yield after each pass; store the finding of each context."""
+        found, model, chunk = self.found, self.model, default_chunk(self.model)
+        cache = make_prompt_cache(model, num_draft_tokens=0, **self.layout)
+        text = [token for token in self.tokens if token >= 0][: self.bases[-1] + EVERY]
+        more = self.bases[-1] + EVERY - len(text)
+        text += np.random.default_rng(0).integers(model.vocab_size, size=more).tolist()
+        for base in self.bases:
+            if base in found or not self._fits(cache, base, chunk):
+                continue
+            cache.begin(base)
+            while (done := cache.offset) < base:
+                read_chunk(model, cache, text[done : min(done + chunk, base)], heads=False, chunk=chunk)
+                yield
+            most = EVERY if self.positions is None else min(EVERY, self.positions - base)
+            finding = yield from self._compared(cache, text[base : base + most])
+            if found is not self.found:  # other kernels are on
+                return
+            found[base] = finding
+            if self.file:
+                self.file.keep(found)
+            self._apply()
+
+    def _fits(self, cache: PromptCache, base: int, chunk: int) -> bool:
+        """Return whether memory suffices for a context, else note it in `left_out`."""
+        try:
+            check_prompt(self.model, cache, base - cache.offset, EVERY, chunk, ignore=False)
+        except ValueError as e:
+            self.left_out[base] = str(e).partition(":")[2].strip()
+            self._apply()
+        return base not in self.left_out
+
+    def _compared(self, cache: PromptCache, tokens: list[int]) -> Passes:
+        """Return the finding of passes over the first of these tokens, at the cache's length; the cache stays so."""
+        base, passed, failed, module = cache.offset, 1, 0, ""
+        cache.quantize_at(base)
+        mark = cache.mark()
+        mark.release()  # positions alone take rows back, and states are values
+        alone = []
+        for i in range(len(tokens)):
+            alone.append(self._read(cache, tokens[i : i + 1], base + i))
+            yield
+        for n in (n for n in NUMBERS if n <= len(tokens)):
+            cache.restore_states(mark)
+            right = self._equal(self._read(cache, tokens[:n], base, device=True), alone[:n])
+            yield
+            if not right:
+                module = yield from self._differing(cache, mark, tokens[:n])
+            elif n > 1:
+                kept = n // 2
+                right = self._equal(self._read(cache, tokens[kept:][:1], base + kept, device=True), alone[kept:][:1])
+                module = "" if right else TAKE_BACK
+                yield
+            if not right:
+                failed = n
+                break
+            passed = n
+        cache.restore_states(mark)
+        seek(cache.layers, base, base)
+        return RowFinding(passed, failed, module)
+
+    def _read(self, cache: PromptCache, tokens: list[int], position: int, *, device: bool = False) -> list[mx.array]:
+        """Read tokens at a position; return their hidden rows, logits and, if the loop uses it, choice, evaluated.
+
+        device: at a position on the device, as a verify does, else at one on the host, as a plain step does.
+        """
+        model = self.model
+        seek(cache.layers, mx.array([position]) if device else position, position)
+        hidden = model.hidden(mx.array([tokens]), cache.layers)
+        choice, rows = model.choice(hidden) if self.exact else None, [hidden, model.logits(hidden)]
+        rows += [choice.greedy()[None]] if choice else []
+        run_first(model)
+        evaluated(mx.eval, rows, cache.arrays)
+        return rows
+
+    def _equal(self, together: list[mx.array], alone: list[list[mx.array]]) -> bool:
+        pairs = zip(together, *alone, strict=True)
+        return all(self._same(rows, mx.concatenate(each, axis=1)) for rows, *each in pairs)
+
+    def _same(self, a: mx.array, b: mx.array) -> bool:
+        """Return whether arrays are equal, in bits if `exact`, else within the tolerance of their type."""
+        if self.exact or a.dtype not in TOLERANCES:
+            return mx.array_equal(a.view(mx.uint8), b.view(mx.uint8)).item()  # type: ignore[return-value]
+        bits = self.layout.get("kv_bits")
+        tolerance = max(TOLERANCES[a.dtype], 2.0**-bits if bits else 0.0)
+        a, b = a.astype(mx.float32), b.astype(mx.float32)
+        size = mx.where(mx.isfinite(b), mx.abs(b), 0).max()
+        equal = (a == b) | (mx.isnan(a) & mx.isnan(b)) | (mx.abs(a - b) <= tolerance * size)
+        return equal.all().item()  # type: ignore[return-value]
+
+    def _differing(self, cache: PromptCache, mark: Any, tokens: list[int]) -> Passes:
+        """Return the path of the first module whose rows differ, LM_HEAD, or "" for operations outside of modules."""
+        base, calls, alone = cache.offset, [], []
+        cache.restore_states(mark)
+        for i in range(len(tokens)):
+            with CallLog(self.model) as log:
+                alone.append(self._read(cache, tokens[i : i + 1], base + i))
+            calls.append(log.calls)
+            yield
+        cache.restore_states(mark)
+        with CallLog(self.model) as log:
+            hidden, *_ = self._read(cache, tokens, base, device=True)
+        same = self._equal([hidden], [rows[:1] for rows in alone])
+        return first_differing(log.calls, calls, self._same) or (LM_HEAD if same else "")
+
+
+def prepare_rows(model: Any, layout: Mapping[str, Any]) -> None:
+    """Apply what earlier processes found about a loaded model's rows; what is left is checked in idle time on a GPU.
+
+    Nothing happens on several ranks, or for mlx-lm's own caches.
+    """
+    stored = False
+    with suppress(OSError, RuntimeError):
+        stored = any(cache_directory("rows").glob("*.json"))
+    on_gpu = mx.default_device() != mx.cpu
+    if not model.ranks and (on_gpu or stored) and not make_prompt_cache(model, num_draft_tokens=0).is_mlx_lm:
+        model.runtime.row_check = RowCheck(model, layout)
+
+
+@in_turn()
+def check_rows(
+    model: Any,
+    tokens: Sequence[int] = (),
+    *,
+    contexts: Sequence[int] = CONTEXTS,
+    positions: int | None = None,
+    exact: bool | None = None,
+    **layout: Any,
+) -> Findings:
+    """Check that rows read in one pass equal the same rows read alone; return a `RowFinding` by context.
+
+    From now on passes have at most the rows that are equal at each context: `model.report` lists them. Nothing is
+    checked, and {} returned, for a family that is decoded without drafts.
+
+    tokens: a text's tokens, which the rows are taken from. contexts: positions of the first row, limited by the
+    model's. positions: a lower limit. exact: compare bits (None: on a GPU), else within rounding. layout: arguments of
+    `make_prompt_cache`. Raises ValueError on several ranks, and for a wrong argument.
+    """
+    if model.ranks:
+        raise ValueError(f"check_rows: not on {model.ranks.size} ranks")
+    if make_prompt_cache(model, num_draft_tokens=0, **layout).is_mlx_lm:
+        return {}
+    check = RowCheck(model, layout, contexts=contexts, exact=exact, recalls=False)
+    check.tokens, check.positions = tokens, min(filter(None, (check.positions, positions)), default=None)
+    model.runtime.row_check = check
+    while check.step():
+        pass
+    return check.found

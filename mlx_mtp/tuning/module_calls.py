@@ -1,0 +1,108 @@
+"""Record the calls of a model's modules, and find the first one whose rows depend on the number of rows in a pass."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+DRAFTING = ("mtp", "drafter")  # parts of a model that its own pass does not call
+Same = Callable[[mx.array, mx.array], bool]
+
+
+class ModuleCall(NamedTuple):
+    """One call. path: of the module. caller: path of the module that called it. given, made: arrays in and out."""
+
+    path: str
+    caller: str
+    given: list[mx.array]
+    made: list[mx.array]
+
+
+class CallLog(AbstractContextManager):
+    """Context in which each call of a module inside a model is recorded in `calls`, in the order of their ends."""
+
+    def __init__(self, model: Any):
+        modules: Any = [(path, m) for path, m in model.named_modules() if path.partition(".")[0] not in DRAFTING]
+        self.paths = {id(module): path for path, module in modules if path}
+        self.modules = {id(module): (module, type(module)) for path, module in modules if path}
+        self.calls: list[ModuleCall] = []
+        self.active = [""]
+
+    def __enter__(self) -> "CallLog":
+        for module, kind in self.modules.values():
+            module.__class__ = _logged(kind)
+            object.__setattr__(module, "_log", self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for module, kind in self.modules.values():
+            object.__delattr__(module, "_log")
+            module.__class__ = kind
+
+    def record(self, module: Any, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Return the result of a module's call, and record the call."""
+        self.active.append(self.paths[id(module)])
+        try:
+            made = call(*args, **kwargs)
+        finally:
+            path = self.active.pop()
+        self.calls.append(ModuleCall(path, self.active[-1], _arrays((args, kwargs)), _arrays(made)))
+        return made
+
+
+class Logged:
+    """Mixin of a module whose calls a CallLog records."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._log.record(self, super().__call__, args, kwargs)  # type: ignore[attr-defined, misc]
+
+
+@cache
+def _logged(kind: type) -> type:
+    return type(kind.__name__, (Logged, kind), {})
+
+
+def _arrays(tree: Any) -> list[mx.array]:
+    """Return the arrays in nested lists, tuples and dicts; those of other objects, such as caches, are left out."""
+    return [leaf for _, leaf in tree_flatten(tree) if isinstance(leaf, mx.array)]  # type: ignore[misc]
+
+
+def first_differing(together: Sequence[ModuleCall], alone: Sequence[Sequence[ModuleCall]], same: Same) -> str:
+    """Return the path of the first module whose rows in one pass differ from the same rows alone; "" without one.
+
+    That is a module with equal inputs. If they differ already, the operations between modules are the reason: the
+    path is that of the module that contains them. together: the calls of one pass over all rows. alone: those of a
+    pass over each row.
+    """
+    for i, call in enumerate(together):
+        each = [calls[i] for calls in alone if i < len(calls) and calls[i].path == call.path]
+        if len(each) < len(alone):  # the number of rows decides which modules are called
+            return call.caller
+        if _differ(call.made, [c.made for c in each], same):
+            return call.caller if _differ(call.given, [c.given for c in each], same) else call.path
+    return ""
+
+
+def _differ(together: list[mx.array], alone: list[list[mx.array]], same: Same) -> bool:
+    return any(
+        not same(whole, rows)
+        for whole, *parts in zip(together, *alone, strict=False)
+        if (rows := _joined(whole, parts)) is not None
+    )
+
+
+def _joined(whole: mx.array, parts: list[mx.array]) -> mx.array | None:
+    """Return the arrays of single rows, joined along the axis on which `whole` has all; None if there is no such axis.
+
+    Masks, flattened and sorted rows have none.
+    """
+    if len(parts) == 1 and parts[0].shape == whole.shape:
+        return parts[0]
+    axes = [i for i in range(whole.ndim) if whole.shape[i] == len(parts)]
+    for axis in axes:
+        if all(part.shape == (*whole.shape[:axis], 1, *whole.shape[axis + 1 :]) for part in parts):
+            return mx.concatenate(parts, axis=axis)
+    return None
