@@ -53,7 +53,8 @@ class RowCheck:
         """exact: None on a GPU compares bits. recalls: begin with the findings of earlier processes."""
         self.model, self.layout, self.contexts, self.recalls = model, layout, contexts, recalls
         self.exact = mx.default_device() != mx.cpu if exact is None else exact
-        self.positions, self.tokens, self.before = stated_positions(model), (), model.runtime.rows
+        earlier, self.positions, self.tokens = model.runtime.row_check, stated_positions(model), ()
+        self.before = earlier.before if earlier else model.runtime.rows
         self.weights, self.failure = fingerprint(model, heads=False), ""
         self.left_out: dict[int, str] = {}
         self.file: RememberedRows | None = None
@@ -114,9 +115,9 @@ class RowCheck:
         self.model.runtime.note(rows=(UNPROVEN if self.before is not None else "") if pending else words)
 
     def _missing(self) -> Generator[str, None, None]:
-        last = self.bases[-1]
-        if self.positions and last < max(self.contexts):
-            yield f"later contexts, as the model has {self.positions:,} positions"
+        if later := [f"{context:,}" for context in CONTEXTS if context > self.bases[-1]]:
+            few = f", as the model has {self.positions:,} positions" if self.positions else ""
+            yield f"context {' and '.join(later)}{few}"
         yield from (f"context {base:,} ({why})" for base, why in self.left_out.items())
         yield from ([self.failure] if self.failure else ())
         if not self.done:
@@ -258,9 +259,9 @@ def check_rows(
     From now on passes have at most the rows that are equal at each context: `model.report` lists them. Nothing is
     checked, and {} returned, for a family that is decoded without drafts.
 
-    tokens: a text's tokens, which the rows are taken from. contexts: positions of the first row, limited by the
-    model's. positions: a lower limit. exact: compare bits (None: on a GPU), else within rounding. layout: arguments of
-    `make_prompt_cache`. Raises ValueError on several ranks, and for a wrong argument.
+    tokens: a text's tokens, from which the rows are taken. contexts: positions of the first row, limited by the
+    model's. positions: a lower limit. exact: compare bits (None: on a GPU), else within rounding. layout: arguments
+    of `make_prompt_cache`. Raises ValueError on several ranks, and for a wrong argument.
     """
     if model.ranks:
         raise ValueError(f"check_rows: not on {model.ranks.size} ranks")

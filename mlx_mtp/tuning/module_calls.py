@@ -95,9 +95,9 @@ def _differ(together: list[mx.array], alone: list[list[mx.array]], same: Same) -
 
 
 def _joined(whole: mx.array, parts: list[mx.array]) -> mx.array | None:
-    """Return the arrays of single rows, joined along the axis on which `whole` has all; None if there is no such axis.
+    """Return the arrays of single rows, joined along the axis on which `whole` has all rows.
 
-    Masks, flattened and sorted rows have none.
+    None if there is no such axis, as for masks, and for rows that are flattened or sorted.
     """
     if len(parts) == 1 and parts[0].shape == whole.shape:
         return parts[0]

@@ -39,7 +39,7 @@ class RememberedRows:
         given = {name: value for name, value in layout.items() if value is not None}
         facts = {**kernel_facts(digest([weights, *classes])), **backend(), "lane": digest(on), "layout": given}
         self.facts = {**facts, "exact": exact}
-        self._file = RememberedFile("rows", self.facts, "which numbers of rows are exact cannot be kept for later loads")
+        self._file = RememberedFile("rows", self.facts, "which rows are exact cannot be kept for the next load")
 
     def recall(self) -> Findings:
         """Return the stored findings; {} without a valid file of these facts."""
@@ -70,7 +70,7 @@ def rows_in_words(found: Findings, missing: Sequence[str], *, exact: bool) -> st
     how, lines = "bit for bit" if exact else "within rounding", []
     for finding, group in groupby(sorted(found.items()), key=lambda item: item[1]):
         contexts = ", ".join(f"{context:,}" for context, _ in group)
-        text = f"up to {finding.passed} in a pass equal the same rows alone, {how}, at context {contexts}"
+        text = f"up to {finding.passed} of a pass equal the same rows alone, {how}, at context {contexts}"
         where = finding.module or "the model's own operations"
         lines.append(text + (f" (with {finding.failed} rows {where} differs)" if finding.failed else ""))
     return "; ".join([*lines, *(f"not covered: {what}" for what in missing)])

@@ -38,7 +38,9 @@ class RememberedVerdicts:
     """
 
     def __init__(self, model: str):
-        self._file = RememberedFile("trials", kernel_facts(model), "what kernels are faster cannot be kept for the next load")
+        self._file = RememberedFile(
+            "trials", kernel_facts(model), "what kernels are faster cannot be kept for the next load"
+        )
         self._found: dict[VerdictKey, TrialFinding] = {}
 
     def recall(self) -> dict[VerdictKey, TrialFinding]:
