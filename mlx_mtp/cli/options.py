@@ -343,7 +343,7 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
     if flags.get("check_rows"):
         from ..decoding.row_check import check_rows
 
-        check_rows(model, positions=flags.get("max_context"), **cache_layout(flags))
+        check_rows(model, **cache_layout(flags))
     return model, tokenizer
 
 

@@ -12,20 +12,20 @@ from ..cache.file import fingerprint
 from ..cache.layer_cache import CONTEXTS
 from ..cache.prompt_cache import PromptCache, make_prompt_cache
 from ..cache.step_cache import seek
-from ..layers.target import Target
-from ..machine.errors import with_type
-from ..machine.remembered import cache_directory
+from ..machine.errors import first_line, with_type
+from ..machine.remembered import RememberedFile, cache_directory
 from ..machine.stream import in_turn
 from ..tuning.kernel_fallback import Fallback, KernelRefused, run_first
 from ..tuning.module_calls import CallLog, first_differing
-from ..tuning.row_findings import EVERY, NUMBERS, Findings, RememberedRows, RowFinding, rows_in_words
+from ..tuning.row_findings import EVERY, NUMBERS, Findings, RowFinding, file_of_rows, recalled, rows_in_words
 from .memory_needs import check_prompt, stated_positions
 from .options import default_chunk
 from .prefill import evaluated, read_chunk
 
 # Maximum difference on a CPU, relative to the greatest magnitude of the rows; on a GPU bits must be equal.
 TOLERANCES = {mx.float32: 2**-13, mx.float16: 2**-6, mx.bfloat16: 2**-4}
-LM_HEAD, TAKE_BACK = "the LM head", "the first row after rejected ones"  # places that are no module
+# What differs if it is no module.
+LM_HEAD, OPERATIONS, TAKE_BACK = "the LM head", "an operation outside of modules", "the row after a take-back"
 UNPROVEN = "not checked yet, so nothing is drafted: the check runs in idle time, or at once with --check-rows"
 Passes = Generator[None, None, Any]
 
@@ -33,38 +33,31 @@ Passes = Generator[None, None, Any]
 class RowCheck:
     """The check of one model's rows: a forward pass per `step`, with caches of its own.
 
-    Its findings limit `runtime.rows` and are in the report. A change of kernels (`renew`) makes it begin again.
+    Its findings limit `runtime.rows` and are in the report.
 
     layout: arguments of `make_prompt_cache`. contexts: positions of the first row, each at least 1 and at most what
-    `positions`, the model's maximum, allows. exact: compare bits, else with TOLERANCES. tokens: of a prompt; random
-    ones follow. before: `runtime.rows` without findings. found: findings by context. left_out: contexts for which
-    memory was too small, with the reason. failure: the error that ended the check.
+    `positions`, the maximum of the model, allows. exact: compare bits, else with TOLERANCES. tokens: of a prompt;
+    random ones follow. before: `runtime.rows` without findings. found: findings by context. left_out: contexts that
+    are not covered, with the reason.
     """
 
     def __init__(
-        self,
-        model: Target,
-        layout: Mapping[str, Any],
-        *,
-        contexts: Sequence[int] = CONTEXTS,
-        exact: bool | None = None,
-        recalls: bool = True,
+        self, model: Any, layout: Mapping[str, Any], contexts: Sequence[int], exact: bool | None, *, recalls: bool
     ):
-        """exact: None on a GPU compares bits. recalls: begin with the findings of earlier processes."""
+        """exact: None on a GPU compares bits. recalls: begin with the findings of earlier checks."""
         self.model, self.layout, self.contexts, self.recalls = model, layout, contexts, recalls
         self.exact = mx.default_device() != mx.cpu if exact is None else exact
         earlier, self.positions, self.tokens = model.runtime.row_check, stated_positions(model), ()
         self.before = earlier.before if earlier else model.runtime.rows
-        self.weights, self.failure = fingerprint(model, heads=False), ""
-        self.left_out: dict[int, str] = {}
-        self.file: RememberedRows | None = None
+        self.weights, self.file = fingerprint(model, heads=False), RememberedFile("rows", {}, "")
         self.renew()
 
     def renew(self) -> None:
         """Begin again if other kernels are on than at the last call, with what was found for these."""
-        file = RememberedRows(self.model, self.weights, self.layout, exact=self.exact)
-        if self.file is None or file.facts != self.file.facts:
-            self.file, self.found = file, file.recall() if self.recalls else Findings()
+        file = file_of_rows(self.model, self.weights, self.layout, exact=self.exact)
+        if file.facts != self.file.facts:
+            self.file, self.found = file, recalled(file) if self.recalls else Findings()
+            self.left_out: dict[int, str] = {}
             self._passes: Passes | None = None
             self._apply()
 
@@ -76,8 +69,8 @@ class RowCheck:
 
     @property
     def done(self) -> bool:
-        """Whether no pass is left, also after an error."""
-        return bool(self.failure) or self.found.keys() | self.left_out.keys() >= {*self.bases}
+        """Whether no pass is left."""
+        return self.found.keys() | self.left_out.keys() >= {*self.bases}
 
     @property
     def due(self) -> bool:
@@ -86,7 +79,7 @@ class RowCheck:
 
     @in_turn()
     def step(self) -> bool:
-        """Run the next pass; return whether more are left. Raises errors of MLX's operations, and is then done."""
+        """Run the next pass; return whether more are left. An error of MLX's operations ends the check."""
         passes = self._passes = self._passes or self._every()
         try:
             next(passes, None)
@@ -94,7 +87,7 @@ class RowCheck:
             self._passes = None
             Fallback(self.model).take(e, 0)
         except Exception as e:
-            self._passes, self.failure = None, with_type(e)
+            self.left_out |= dict.fromkeys(self.bases, with_type(e))
             self._apply()
             raise
         return not self.done
@@ -106,34 +99,28 @@ class RowCheck:
 
     def _apply(self) -> None:
         """Set `runtime.rows` and the report's line by the findings."""
-        unproven = self.failure or not self.done
-        most = self.before if unproven and self.before is not None else EVERY
-        rows = min(most, *(finding.passed for finding in self.found.values()), EVERY)
+        proven = self.done and self.found
+        most = EVERY if proven or self.before is None else self.before
+        rows = max(1, min(most, *(finding.passed for finding in self.found.values()), EVERY))
         self.model.runtime.rows = None if rows == EVERY else rows
-        words = rows_in_words(self.found, [*self._missing()], exact=self.exact)
-        pending = not (self.found or self.failure or self.left_out)
-        self.model.runtime.note(rows=(UNPROVEN if self.before is not None else "") if pending else words)
-
-    def _missing(self) -> Generator[str, None, None]:
-        if later := [f"{context:,}" for context in CONTEXTS if context > self.bases[-1]]:
-            few = f", as the model has {self.positions:,} positions" if self.positions else ""
-            yield f"context {' and '.join(later)}{few}"
-        yield from (f"context {base:,} ({why})" for base, why in self.left_out.items())
-        yield from ([self.failure] if self.failure else ())
-        if not self.done:
-            yield f"contexts {', '.join(f'{b:,}' for b in self.bases if b not in self.found)} yet"
-        if self.model.runtime.adapters.names:
-            yield "other adapters"
+        left_out = {context: why for context, why in self.left_out.items() if context not in self.found}
+        words = rows_in_words(self.found, left_out, exact=self.exact)
+        self.model.runtime.note(rows=words or (UNPROVEN if self.before is not None else ""))
 
     def _every(self) -> Passes:
         """Yield after each pass; store the finding of each context."""
-        found, model, chunk = self.found, self.model, default_chunk(self.model)
+        found, model, chunk, end = self.found, self.model, default_chunk(self.model), self.bases[-1] + EVERY
+        why = "not requested" if max(self.contexts) in self.bases else f"the maximum is {self.positions:,} positions"
+        self.left_out |= dict.fromkeys((context for context in CONTEXTS if context > self.bases[-1]), why)
         cache = make_prompt_cache(model, num_draft_tokens=0, **self.layout)
-        text = [token for token in self.tokens if token >= 0][: self.bases[-1] + EVERY]
-        more = self.bases[-1] + EVERY - len(text)
-        text += np.random.default_rng(0).integers(model.vocab_size, size=more).tolist()
-        for base in self.bases:
-            if base in found or not self._fits(cache, base, chunk):
+        text = [token for token in self.tokens if token >= 0][:end]
+        text += np.random.default_rng(0).integers(model.vocab_size, size=end - len(text)).tolist()
+        for base in (base for base in self.bases if base not in found):
+            try:
+                check_prompt(model, cache, base - cache.offset, EVERY, chunk, ignore=False)
+            except ValueError as e:
+                self.left_out[base] = first_line(e)
+                self._apply()
                 continue
             cache.begin(base)
             while (done := cache.offset) < base:
@@ -144,22 +131,12 @@ class RowCheck:
             if found is not self.found:  # other kernels are on
                 return
             found[base] = finding
-            if self.file:
-                self.file.keep(found)
+            self.file.keep(found=found)
             self._apply()
-
-    def _fits(self, cache: PromptCache, base: int, chunk: int) -> bool:
-        """Return whether memory suffices for a context, else note it in `left_out`."""
-        try:
-            check_prompt(self.model, cache, base - cache.offset, EVERY, chunk, ignore=False)
-        except ValueError as e:
-            self.left_out[base] = str(e).partition(":")[2].strip()
-            self._apply()
-        return base not in self.left_out
 
     def _compared(self, cache: PromptCache, tokens: list[int]) -> Passes:
         """Return the finding of passes over the first of these tokens, at the cache's length; the cache stays so."""
-        base, passed, failed, module = cache.offset, 1, 0, ""
+        base, passed, differs = cache.offset, 0, ""
         cache.quantize_at(base)
         mark = cache.mark()
         mark.release()  # positions alone take rows back, and states are values
@@ -169,34 +146,31 @@ class RowCheck:
             yield
         for n in (n for n in NUMBERS if n <= len(tokens)):
             cache.restore_states(mark)
-            right = self._equal(self._read(cache, tokens[:n], base, device=True), alone[:n])
+            right, kept = self._equal(self._read(cache, tokens[:n], base, device=True), alone[:n]), n // 2
             yield
             if not right:
-                module = yield from self._differing(cache, mark, tokens[:n])
-            elif n > 1:
-                kept = n // 2
-                right = self._equal(self._read(cache, tokens[kept:][:1], base + kept, device=True), alone[kept:][:1])
-                module = "" if right else TAKE_BACK
+                differs = yield from self._differing(cache, mark, tokens[:n])
+            elif kept:
+                next_row = self._read(cache, tokens[kept : kept + 1], base + kept, device=True)
+                differs = "" if self._equal(next_row, alone[kept : kept + 1]) else TAKE_BACK
                 yield
-            if not right:
-                failed = n
+            if differs:
                 break
             passed = n
         cache.restore_states(mark)
         seek(cache.layers, base, base)
-        return RowFinding(passed, failed, module)
+        return RowFinding(passed, differs)
 
     def _read(self, cache: PromptCache, tokens: list[int], position: int, *, device: bool = False) -> list[mx.array]:
         """Read tokens at a position; return their hidden rows, logits and, if the loop uses it, choice, evaluated.
 
         device: at a position on the device, as a verify does, else at one on the host, as a plain step does.
         """
-        model = self.model
         seek(cache.layers, mx.array([position]) if device else position, position)
-        hidden = model.hidden(mx.array([tokens]), cache.layers)
-        choice, rows = model.choice(hidden) if self.exact else None, [hidden, model.logits(hidden)]
+        hidden = self.model.hidden(mx.array([tokens]), cache.layers)
+        choice, rows = self.model.choice(hidden) if self.exact else None, [hidden, self.model.logits(hidden)]
         rows += [choice.greedy()[None]] if choice else []
-        run_first(model)
+        run_first(self.model)
         evaluated(mx.eval, rows, cache.arrays)
         return rows
 
@@ -205,43 +179,40 @@ class RowCheck:
         return all(self._same(rows, mx.concatenate(each, axis=1)) for rows, *each in pairs)
 
     def _same(self, a: mx.array, b: mx.array) -> bool:
-        """Return whether arrays are equal, in bits if `exact`, else within the tolerance of their type."""
+        """Return whether arrays are equal: in bits if `exact`, and where integers, else with TOLERANCES."""
         if self.exact or a.dtype not in TOLERANCES:
-            return mx.array_equal(a.view(mx.uint8), b.view(mx.uint8)).item()  # type: ignore[return-value]
-        bits = self.layout.get("kv_bits")
-        tolerance = max(TOLERANCES[a.dtype], 2.0**-bits if bits else 0.0)
+            return bool(mx.array_equal(a.view(mx.uint8), b.view(mx.uint8)))
+        tolerance = max(TOLERANCES[a.dtype], 2.0 ** -(self.layout.get("kv_bits") or math.inf))
         a, b = a.astype(mx.float32), b.astype(mx.float32)
-        size = mx.where(mx.isfinite(b), mx.abs(b), 0).max()
-        equal = (a == b) | (mx.isnan(a) & mx.isnan(b)) | (mx.abs(a - b) <= tolerance * size)
-        return equal.all().item()  # type: ignore[return-value]
+        near = mx.abs(a - b) <= tolerance * mx.where(mx.isfinite(b), mx.abs(b), 0).max()
+        return bool(((a == b) | (mx.isnan(a) & mx.isnan(b)) | near).all())
 
     def _differing(self, cache: PromptCache, mark: Any, tokens: list[int]) -> Passes:
-        """Return the path of the first module whose rows differ, LM_HEAD, or "" for operations outside of modules."""
+        """Return the path of the first module whose rows differ, or what else differs."""
         base, calls, alone = cache.offset, [], []
         cache.restore_states(mark)
         for i in range(len(tokens)):
             with CallLog(self.model) as log:
-                alone.append(self._read(cache, tokens[i : i + 1], base + i))
+                alone.append(self._read(cache, tokens[i : i + 1], base + i)[:1])
             calls.append(log.calls)
             yield
         cache.restore_states(mark)
         with CallLog(self.model) as log:
-            hidden, *_ = self._read(cache, tokens, base, device=True)
-        same = self._equal([hidden], [rows[:1] for rows in alone])
-        return first_differing(log.calls, calls, self._same) or (LM_HEAD if same else "")
+            hidden = self._read(cache, tokens, base, device=True)[:1]
+        other = LM_HEAD if self._equal(hidden, alone) else OPERATIONS
+        return first_differing(log.calls, calls, self._same) or other
 
 
 def prepare_rows(model: Any, layout: Mapping[str, Any]) -> None:
-    """Apply what earlier processes found about a loaded model's rows; what is left is checked in idle time on a GPU.
+    """Apply what earlier checks found about a loaded model's rows; what is left is checked in idle time on a GPU.
 
     Nothing happens on several ranks, or for mlx-lm's own caches.
     """
-    stored = False
+    needed = mx.default_device() != mx.cpu
     with suppress(OSError, RuntimeError):
-        stored = any(cache_directory("rows").glob("*.json"))
-    on_gpu = mx.default_device() != mx.cpu
-    if not model.ranks and (on_gpu or stored) and not make_prompt_cache(model, num_draft_tokens=0).is_mlx_lm:
-        model.runtime.row_check = RowCheck(model, layout)
+        needed = needed or any(cache_directory("rows").glob("*.json"))
+    if needed and not model.ranks and not make_prompt_cache(model, num_draft_tokens=0).is_mlx_lm:
+        model.runtime.row_check = RowCheck(model, layout, CONTEXTS, None, recalls=True)
 
 
 @in_turn()
@@ -250,7 +221,6 @@ def check_rows(
     tokens: Sequence[int] = (),
     *,
     contexts: Sequence[int] = CONTEXTS,
-    positions: int | None = None,
     exact: bool | None = None,
     **layout: Any,
 ) -> Findings:
@@ -260,16 +230,15 @@ def check_rows(
     checked, and {} returned, for a family that is decoded without drafts.
 
     tokens: a text's tokens, from which the rows are taken. contexts: positions of the first row, limited by the
-    model's. positions: a lower limit. exact: compare bits (None: on a GPU), else within rounding. layout: arguments
-    of `make_prompt_cache`. Raises ValueError on several ranks, and for a wrong argument.
+    model's. exact: compare bits (None: on a GPU), else within rounding. layout: arguments of `make_prompt_cache`.
+    Raises ValueError on several ranks, and for a wrong argument.
     """
     if model.ranks:
         raise ValueError(f"check_rows: not on {model.ranks.size} ranks")
     if make_prompt_cache(model, num_draft_tokens=0, **layout).is_mlx_lm:
         return {}
-    check = RowCheck(model, layout, contexts=contexts, exact=exact, recalls=False)
-    check.tokens, check.positions = tokens, min(filter(None, (check.positions, positions)), default=None)
-    model.runtime.row_check = check
+    check = model.runtime.row_check = RowCheck(model, layout, contexts, exact, recalls=False)
+    check.tokens = tokens
     while check.step():
         pass
     return check.found

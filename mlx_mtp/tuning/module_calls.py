@@ -9,7 +9,6 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 DRAFTING = ("mtp", "drafter")  # parts of a model that its own pass does not call
-Same = Callable[[mx.array, mx.array], bool]
 
 
 class ModuleCall(NamedTuple):
@@ -25,31 +24,29 @@ class CallLog(AbstractContextManager):
     """Context in which each call of a module inside a model is recorded in `calls`, in the order of their ends."""
 
     def __init__(self, model: Any):
-        modules: Any = [(path, m) for path, m in model.named_modules() if path.partition(".")[0] not in DRAFTING]
-        self.paths = {id(module): path for path, module in modules if path}
-        self.modules = {id(module): (module, type(module)) for path, module in modules if path}
+        named = [(path, m) for path, m in model.named_modules() if path and path.partition(".")[0] not in DRAFTING]
+        self.modules = {id(module): (path, module, type(module)) for path, module in named}
         self.calls: list[ModuleCall] = []
         self.active = [""]
 
     def __enter__(self) -> "CallLog":
-        for module, kind in self.modules.values():
+        for _, module, kind in self.modules.values():
             module.__class__ = _logged(kind)
             object.__setattr__(module, "_log", self)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        for module, kind in self.modules.values():
-            object.__delattr__(module, "_log")
+        for _, module, kind in self.modules.values():
             module.__class__ = kind
+            object.__delattr__(module, "_log")
 
     def record(self, module: Any, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return the result of a module's call, and record the call."""
-        self.active.append(self.paths[id(module)])
-        try:
-            made = call(*args, **kwargs)
-        finally:
-            path = self.active.pop()
-        self.calls.append(ModuleCall(path, self.active[-1], _arrays((args, kwargs)), _arrays(made)))
+        path, caller = self.modules[id(module)][0], self.active[-1]
+        self.active.append(path)
+        made = call(*args, **kwargs)
+        self.active.pop()
+        self.calls.append(ModuleCall(path, caller, _arrays((args, kwargs)), _arrays(made)))
         return made
 
 
@@ -70,7 +67,9 @@ def _arrays(tree: Any) -> list[mx.array]:
     return [leaf for _, leaf in tree_flatten(tree) if isinstance(leaf, mx.array)]  # type: ignore[misc]
 
 
-def first_differing(together: Sequence[ModuleCall], alone: Sequence[Sequence[ModuleCall]], same: Same) -> str:
+def first_differing(
+    together: Sequence[ModuleCall], alone: Sequence[Sequence[ModuleCall]], same: Callable[[mx.array, mx.array], bool]
+) -> str:
     """Return the path of the first module whose rows in one pass differ from the same rows alone; "" without one.
 
     That is a module with equal inputs. If they differ already, the operations between modules are the reason: the
@@ -81,17 +80,14 @@ def first_differing(together: Sequence[ModuleCall], alone: Sequence[Sequence[Mod
         each = [calls[i] for calls in alone if i < len(calls) and calls[i].path == call.path]
         if len(each) < len(alone):  # the number of rows decides which modules are called
             return call.caller
-        if _differ(call.made, [c.made for c in each], same):
-            return call.caller if _differ(call.given, [c.given for c in each], same) else call.path
+        if not _equal(call.made, [c.made for c in each], same):
+            return call.path if _equal(call.given, [c.given for c in each], same) else call.caller
     return ""
 
 
-def _differ(together: list[mx.array], alone: list[list[mx.array]], same: Same) -> bool:
-    return any(
-        not same(whole, rows)
-        for whole, *parts in zip(together, *alone, strict=False)
-        if (rows := _joined(whole, parts)) is not None
-    )
+def _equal(together: list[mx.array], alone: list[list[mx.array]], same: Callable[[mx.array, mx.array], bool]) -> bool:
+    joined = [(whole, _joined(whole, parts)) for whole, *parts in zip(together, *alone, strict=False)]
+    return all(rows is None or same(whole, rows) for whole, rows in joined)
 
 
 def _joined(whole: mx.array, parts: list[mx.array]) -> mx.array | None:
@@ -99,10 +95,8 @@ def _joined(whole: mx.array, parts: list[mx.array]) -> mx.array | None:
 
     None if there is no such axis, as for masks, and for rows that are flattened or sorted.
     """
-    if len(parts) == 1 and parts[0].shape == whole.shape:
-        return parts[0]
-    axes = [i for i in range(whole.ndim) if whole.shape[i] == len(parts)]
-    for axis in axes:
-        if all(part.shape == (*whole.shape[:axis], 1, *whole.shape[axis + 1 :]) for part in parts):
+    for axis, n in enumerate(whole.shape):
+        one = (*whole.shape[:axis], 1, *whole.shape[axis + 1 :])
+        if n == len(parts) and all(part.shape == one for part in parts):
             return mx.concatenate(parts, axis=axis)
     return None
