@@ -12,6 +12,7 @@ from ..cache.file import fingerprint
 from ..cache.layer_cache import CONTEXTS
 from ..cache.prompt_cache import PromptCache, make_prompt_cache
 from ..cache.step_cache import seek
+from ..layers.made import Made
 from ..machine.errors import first_line, with_type
 from ..machine.remembered import RememberedFile, cache_directory
 from ..machine.stream import in_turn
@@ -203,16 +204,18 @@ class RowCheck:
         return first_differing(log.calls, calls, self._same) or other
 
 
-def prepare_rows(model: Any, layout: Mapping[str, Any]) -> None:
+def prepare_rows(model: Any, layout: Mapping[str, Any], exact: bool | None = None) -> None:
     """Apply what earlier checks found about a loaded model's rows; what is left is checked in idle time on a GPU.
 
-    Nothing happens on several ranks, or for mlx-lm's own caches.
+    There a made port drafts only after its check. Nothing happens on several ranks, or for mlx-lm's own caches.
+    exact: None on a GPU compares bits.
     """
-    needed = mx.default_device() != mx.cpu
+    needed = exact = mx.default_device() != mx.cpu if exact is None else exact
     with suppress(OSError, RuntimeError):
         needed = needed or any(cache_directory("rows").glob("*.json"))
     if needed and not model.ranks and not make_prompt_cache(model, num_draft_tokens=0).is_mlx_lm:
-        model.runtime.row_check = RowCheck(model, layout, CONTEXTS, None, recalls=True)
+        model.runtime.rows = 1 if exact and isinstance(model, Made) else None
+        model.runtime.row_check = RowCheck(model, layout, CONTEXTS, exact, recalls=True)
 
 
 @in_turn()

@@ -22,8 +22,8 @@ class Runtime:
     recorder: the recorded cycles (`decoding.replay.Recorder`).
     adapters: the adapters that were loaded with the model, and the selected one.
     blind: why `vision` is None, and what to do, for messages to users who give pictures.
-    rows: maximum rows of a pass of one sequence that drafts; None: no limit, 1: nothing is drafted. A load sets 1 for
-        a model whose rows must be checked before it drafts.
+    alone: why sequences are decoded one at a time and not in a pool; None if a pool may hold several.
+    rows: maximum rows of a pass with drafts; None: no limit, 1: nothing is drafted.
     row_check: the check of its rows (`decoding.row_check.RowCheck`), None if nothing is to be checked.
     vision: what encodes pictures (`pictures.vision.Vision`), with `mark`, the id of a picture's token in templates.
     """
@@ -37,6 +37,7 @@ class Runtime:
     learned: Any = None
     recorder: Any = None
     adapters: Adapters = field(default_factory=Adapters)
+    alone: str | None = None
     rows: int | None = None
     row_check: Any = None
     vision: Any = None
