@@ -118,7 +118,7 @@ class BatchSettings:
         stats = stats or Stats()
         picker = Picker(options, call, tuple(processors or ()), logprobs, key, self.draft_sampling)
         more = {"uid": uid, "longest": own.offset + total + abs(max_tokens)}
-        how = picker, stops, max_tokens, min(k, self.model.runtime.most_drafts()), stats
+        how = picker, stops, max_tokens, k, stats
         sequence = new_sequence(own, total, *how, asked=drafting, grammar=constraint, **more)
         stats.whole = self.stats
         return Request(sequence, pieces)

@@ -38,7 +38,7 @@ class Controls:
         drafts.
         """
         if self.adaptive:
-            k, max_lookup = (min(each, most_together(self.model, sequences)) for each in (k, max_lookup))
+            k, max_lookup = (min(each, most_together(sequences)) for each in (k, max_lookup))
         key = sequences, k, max_lookup, masked
         if key not in self._made:
             how: dict[str, Any] = {"max_lookup": max_lookup, "p_min": self.p_min, "names": names_of(self.model)}
@@ -63,13 +63,12 @@ class Controls:
         return control
 
 
-def most_together(model: Target, sequences: int) -> int:
-    """Return the maximum drafts in adaptive cycles of a number of sequences: at most those of `runtime.rows`.
+def most_together(sequences: int) -> int:
+    """Return the maximum drafts in adaptive cycles of a number of sequences.
 
     MOST_ON_GPU for several on a GPU, else MAX_ROWS - 1: a ring takes these and the newest token.
     """
-    most = MOST_ON_GPU if sequences > 1 and mx.default_device() != mx.cpu else MAX_ROWS - 1
-    return min(most, model.runtime.most_drafts(sequences))
+    return MOST_ON_GPU if sequences > 1 and mx.default_device() != mx.cpu else MAX_ROWS - 1
 
 
 def _estimate(known: Costs) -> Costs:

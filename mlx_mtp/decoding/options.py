@@ -244,7 +244,7 @@ def checked_inputs(
     prompt_cache: Any,
     *layout: Any,
 ) -> tuple[list[int], int, PromptCache]:
-    """Return the prompt's token ids, the maximum drafts per cycle, at most those of `runtime.rows`, and the cache.
+    """Return the prompt's token ids, the maximum drafts per cycle, and the cache to use.
 
     The cache is the given one, or a new one. A list of mlx-lm's empty caches is changed (`from_mlx_lm`). layout: the
     arguments group_size, start and layout of `cache_for`. pictures, whole: as in `check_pictures`. Raises ValueError
@@ -255,4 +255,4 @@ def checked_inputs(
     k = draft_count(num_draft_tokens, model, given)
     cache = cache_for(model, given, k, *layout)
     check_pictures(model, cache, tokens, pictures, whole=whole)
-    return tokens, min(k, model.runtime.most_drafts()), cache
+    return tokens, k, cache

@@ -32,8 +32,7 @@ def lookup_drafts(cache: PromptCache, k: int, *, plain: bool, adaptive: bool, as
     if asked and (plain or cache.is_mlx_lm):
         why = "num_draft_tokens=0, which is plain decoding" if plain else "a family that has no port"
         raise ValueError(f"prompt_lookup=True: not with {why}; allowed are False and None")
-    most = min(LOOKUP_DRAFTS, cache.model.runtime.most_drafts())
-    return most if asked or (asked is None and adaptive and k) else 0
+    return LOOKUP_DRAFTS if asked or (asked is None and adaptive and k) else 0
 
 
 def forced_drafts(cache: PromptCache, *, plain: bool, asked: int | None) -> int:
@@ -44,10 +43,10 @@ def forced_drafts(cache: PromptCache, *, plain: bool, asked: int | None) -> int:
     """
     most = 0 if cache.is_mlx_lm else GRAMMAR_DRAFTS
     if asked is None:
-        asked = 0 if plain else most
+        return 0 if plain else most
     if type(asked) is not int or not 0 <= asked <= most:
         raise ValueError(f"grammar_drafts={asked}: allowed is 0 to {most}, or None")
-    return min(asked, cache.model.runtime.most_drafts())
+    return asked
 
 
 class Learned:
@@ -110,12 +109,13 @@ def control_for(
     compiled: Compiled | None = None,
     matcher: Matcher | None = None,
 ) -> Controller | Fixed:
-    """Return a generation's control: at most k drafts, or max_lookup of prompt lookup, per cycle.
+    """Return a generation's control: at most k drafts, or max_lookup of prompt lookup, and `runtime.rows`, per cycle.
 
     The control adapts the number to measured costs, which begin with those stored for built or replayed cycles. It is
     Fixed without `adaptive`, or if both maxima and that of the matcher's drafts are 0. p_min: whether draft_p_min is
     above 0. compiled: as of `compiled_for`.
     """
+    k, max_lookup = (min(each, model.runtime.most_drafts()) for each in (k, max_lookup))
     if adaptive and (k or max_lookup or (matcher and matcher.most)):
         costs = learned(model)
         known, others = costs.recall(replayed=_replayed(compiled)), others_of(model, k)

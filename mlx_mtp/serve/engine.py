@@ -321,13 +321,19 @@ class Engine:
                 self._use_quiet_time(self.served)
         elif self.served and self._unsaved is not None:
             self._store_piece(self.served, self._unsaved)
-        elif self.served and self._asked and (check := self.served.model.runtime.row_check) and check.due:
-            check.tokens = check.tokens or self._asked
-            if self._stays_idle(QUIET):
-                with dropped("rows were not checked"):
-                    check.step()
         else:
+            return self._check_rows()
+        return True
+
+    def _check_rows(self) -> bool:
+        """Run a pass of the check of rows, after QUIET seconds without a request; return whether one is due."""
+        check = self.served.model.runtime.row_check if self._asked and isinstance(self.served, Served) else None
+        if check is None or not check.due:
             return False
+        check.tokens = check.tokens or self._asked
+        if self._stays_idle(QUIET):
+            with dropped("rows were not checked"):
+                check.step()
         return True
 
     def _start_prefill(self, served: Served) -> None:

@@ -17,7 +17,7 @@ from mlx_mtp.tuning.idle_trials import IdleTrials
 from mlx_mtp.tuning.row_findings import NUMBERS, RowFinding, recalled
 
 PROMPT = [1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2, 2, 1, 3, 0]
-NEAR = (0, 20)
+NEAR = (0, 20)  # as few rows as wrap the window
 RIGHT = RowFinding(16)
 pytestmark = pytest.mark.usefixtures("own_cache")
 
