@@ -111,7 +111,8 @@ class RowCheck:
     def _every(self) -> Passes:
         """Yield after each pass; store the finding of each context."""
         found, model, chunk, end = self.found, self.model, default_chunk(self.model), self.bases[-1] + EVERY
-        why = "not requested" if max(self.contexts) in self.bases else f"the maximum is {self.positions:,} positions"
+        few = f"the maximum is {self.positions} positions"
+        why = few if max(self.contexts) > self.bases[-1] else "not requested"
         self.left_out |= dict.fromkeys((context for context in CONTEXTS if context > self.bases[-1]), why)
         cache = make_prompt_cache(model, num_draft_tokens=0, **self.layout)
         text = [token for token in self.tokens if token >= 0][:end]
