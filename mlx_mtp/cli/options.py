@@ -199,10 +199,7 @@ loading_options = options(
         help="Record cycles and replay them.  [default: on a GPU, unless a trial finds it slower]",
     ),
     option(
-        "--check-rows",
-        is_flag=True,
-        help="Check at the load that rows of one pass equal the same rows alone; drafts are limited to those that do."
-        "  [default: in idle time on a GPU]",
+        "--check-rows", is_flag=True, help="Check rows of one pass against the same rows alone, and limit drafts."
     ),
 )
 model_options = options(checkpoint_options, loading_options)

@@ -17,7 +17,7 @@ from ..machine.errors import first_line, with_type
 from ..machine.remembered import RememberedFile, cache_directory
 from ..machine.stream import in_turn
 from ..tuning.kernel_fallback import Fallback, KernelRefused, run_first
-from ..tuning.module_calls import CallLog, first_differing
+from ..tuning.module_calls import CallLog, equal_rows, first_differing
 from ..tuning.row_findings import EVERY, NUMBERS, Findings, RowFinding, file_of_rows, recalled, rows_in_words
 from .memory_needs import check_prompt, stated_positions
 from .options import default_chunk
@@ -28,6 +28,7 @@ TOLERANCES = {mx.float32: 2**-13, mx.float16: 2**-6, mx.bfloat16: 2**-4}
 # What differs if it is no module.
 LM_HEAD, OPERATIONS, TAKE_BACK = "the LM head", "an operation outside of modules", "the row after a take-back"
 UNPROVEN = "not checked yet, so nothing is drafted: the check runs in idle time, or at once with --check-rows"
+LONGEST_PASS = 512  # tokens of a prefill chunk, because a request waits for the current pass
 Passes = Generator[None, None, Any]
 
 
@@ -48,7 +49,8 @@ class RowCheck:
         """exact: None on a GPU compares bits. recalls: begin with the findings of earlier checks."""
         self.model, self.layout, self.contexts, self.recalls = model, layout, contexts, recalls
         self.exact = mx.default_device() != mx.cpu if exact is None else exact
-        earlier, self.positions, self.tokens = model.runtime.row_check, stated_positions(model), ()
+        self.tokens: Sequence[int] = ()
+        earlier, self.positions = model.runtime.row_check, stated_positions(model)
         self.before = earlier.before if earlier else model.runtime.rows
         self.weights, self.file = fingerprint(model, heads=False), RememberedFile("rows", {}, "")
         self.renew()
@@ -59,7 +61,7 @@ class RowCheck:
         if file.facts != self.file.facts:
             self.file, self.found = file, recalled(file) if self.recalls else Findings()
             self.left_out: dict[int, str] = {}
-            self._passes: Passes | None = None
+            self._passes: Any = None
             self._apply()
 
     @property
@@ -110,7 +112,8 @@ class RowCheck:
 
     def _every(self) -> Passes:
         """Yield after each pass; store the finding of each context."""
-        found, model, chunk, end = self.found, self.model, default_chunk(self.model), self.bases[-1] + EVERY
+        found, model, end = self.found, self.model, self.bases[-1] + EVERY
+        chunk = min(default_chunk(model), LONGEST_PASS)
         few = f"the maximum is {self.positions} positions"
         why = few if max(self.contexts) > self.bases[-1] else "not requested"
         self.left_out |= dict.fromkeys((context for context in CONTEXTS if context > self.bases[-1]), why)
@@ -148,13 +151,13 @@ class RowCheck:
             yield
         for n in (n for n in NUMBERS if n <= len(tokens)):
             cache.restore_states(mark)
-            right, kept = self._equal(self._read(cache, tokens[:n], base, device=True), alone[:n]), n // 2
+            rows, kept = self._read(cache, tokens[:n], base, device=True), n // 2
             yield
-            if not right:
+            if not equal_rows(rows, alone[:n], self._same):
                 differs = yield from self._differing(cache, mark, tokens[:n])
             elif kept:
-                next_row = self._read(cache, tokens[kept : kept + 1], base + kept, device=True)
-                differs = "" if self._equal(next_row, alone[kept : kept + 1]) else TAKE_BACK
+                row = self._read(cache, tokens[kept : kept + 1], base + kept, device=True)
+                differs = "" if equal_rows(row, alone[kept : kept + 1], self._same) else TAKE_BACK
                 yield
             if differs:
                 break
@@ -175,10 +178,6 @@ class RowCheck:
         run_first(self.model)
         evaluated(mx.eval, rows, cache.arrays)
         return rows
-
-    def _equal(self, together: list[mx.array], alone: list[list[mx.array]]) -> bool:
-        pairs = zip(together, *alone, strict=True)
-        return all(self._same(rows, mx.concatenate(each, axis=1)) for rows, *each in pairs)
 
     def _same(self, a: mx.array, b: mx.array) -> bool:
         """Return whether arrays are equal: in bits if `exact`, and where integers, else with TOLERANCES."""
@@ -201,7 +200,7 @@ class RowCheck:
         cache.restore_states(mark)
         with CallLog(self.model) as log:
             hidden = self._read(cache, tokens, base, device=True)[:1]
-        other = LM_HEAD if self._equal(hidden, alone) else OPERATIONS
+        other = LM_HEAD if equal_rows(hidden, alone, self._same) else OPERATIONS
         return first_differing(log.calls, calls, self._same) or other
 
 

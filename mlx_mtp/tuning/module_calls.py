@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-DRAFTING = ("mtp", "drafter")  # parts of a model that its own pass does not call
+Same = Callable[[mx.array, mx.array], bool]
 
 
 class ModuleCall(NamedTuple):
@@ -24,10 +24,8 @@ class CallLog(AbstractContextManager):
     """Context in which each call of a module inside a model is recorded in `calls`, in the order of their ends."""
 
     def __init__(self, model: Any):
-        named = [(path, m) for path, m in model.named_modules() if path and path.partition(".")[0] not in DRAFTING]
-        self.modules = {id(module): (path, module, type(module)) for path, module in named}
-        self.calls: list[ModuleCall] = []
-        self.active = [""]
+        self.modules = {id(m): (path, m, type(m)) for path, m in model.named_modules() if path}
+        self.calls, self.active = list[ModuleCall](), [""]
 
     def __enter__(self) -> "CallLog":
         for _, module, kind in self.modules.values():
@@ -67,9 +65,7 @@ def _arrays(tree: Any) -> list[mx.array]:
     return [leaf for _, leaf in tree_flatten(tree) if isinstance(leaf, mx.array)]  # type: ignore[misc]
 
 
-def first_differing(
-    together: Sequence[ModuleCall], alone: Sequence[Sequence[ModuleCall]], same: Callable[[mx.array, mx.array], bool]
-) -> str:
+def first_differing(together: Sequence[ModuleCall], alone: Sequence[Sequence[ModuleCall]], same: Same) -> str:
     """Return the path of the first module whose rows in one pass differ from the same rows alone; "" without one.
 
     That is a module with equal inputs. If they differ already, the operations between modules are the reason: the
@@ -80,12 +76,13 @@ def first_differing(
         each = [calls[i] for calls in alone if i < len(calls) and calls[i].path == call.path]
         if len(each) < len(alone):  # the number of rows decides which modules are called
             return call.caller
-        if not _equal(call.made, [c.made for c in each], same):
-            return call.path if _equal(call.given, [c.given for c in each], same) else call.caller
+        if not equal_rows(call.made, [c.made for c in each], same):
+            return call.path if equal_rows(call.given, [c.given for c in each], same) else call.caller
     return ""
 
 
-def _equal(together: list[mx.array], alone: list[list[mx.array]], same: Callable[[mx.array, mx.array], bool]) -> bool:
+def equal_rows(together: Sequence[mx.array], alone: Sequence[Sequence[mx.array]], same: Same) -> bool:
+    """Return whether arrays with all rows are the `same` as those of single rows, joined as `_joined`."""
     joined = [(whole, _joined(whole, parts)) for whole, *parts in zip(together, *alone, strict=False)]
     return all(rows is None or same(whole, rows) for whole, rows in joined)
 

@@ -4,6 +4,7 @@ import importlib
 import json
 
 import families
+import portless
 import pytest
 from letter_chats import VOCAB, answer, make_session
 from masked import of_letters, ours
@@ -234,6 +235,30 @@ def test_a_model_that_must_be_checked_drafts_only_then(model):
     stats = mlx_mtp.Stats()
     assert text(model, adaptive=False, prompt_lookup=True, stats=stats) == plain
     assert sum(stats.drafted) + stats.lookup_drafted
+
+
+@pytest.mark.filterwarnings("ignore::mlx_mtp.checkpoint.cure.NeverDrafts")
+def test_a_made_port_drafts_on_a_gpu_after_its_check(tmp_path):
+    """Of mlx-lm's model one linear layer depends on the number of rows: it is named, and nothing is drafted."""
+    path, _ = families.headless(tmp_path / "made", portless.CONFIGS["starcoder2"])
+    model = mlx_mtp.load_model(path)
+    prepare_rows(model, {}, exact=False)
+    assert model.runtime.row_check is model.runtime.rows is None
+    prepare_rows(model, {}, exact=True)
+    assert model.runtime.rows == 1
+    assert model.runtime.row_check.due
+    assert mlx_mtp.check_rows(model, PROMPT, contexts=[20], exact=True) == {20: RIGHT}
+    assert model.runtime.rows is None
+    plain, stats = text(model, num_draft_tokens=0), mlx_mtp.Stats()
+    assert text(model, prompt_lookup=True, adaptive=False, stats=stats) == plain
+    assert stats.lookup_drafted
+    depending(model.model.layers[2].mlp.c_proj, 2)
+    found = mlx_mtp.check_rows(model, [*PROMPT, -1, *PROMPT], contexts=[20], exact=True)
+    assert found == {20: RowFinding(1, "model.layers.2.mlp.c_proj")}
+    plain, stats = text(model, num_draft_tokens=0), mlx_mtp.Stats()
+    assert text(model, prompt_lookup=True, adaptive=False, stats=stats) == plain
+    assert not stats.lookup_drafted
+    assert model.runtime.row_check.before == model.runtime.rows == 1
 
 
 @pytest.mark.parametrize(
