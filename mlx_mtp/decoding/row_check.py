@@ -193,12 +193,12 @@ class RowCheck:
         base, calls, alone = cache.offset, [], []
         cache.restore_states(mark)
         for i in range(len(tokens)):
-            with CallLog(self.model) as log:
+            with CallLog(self.model, 1) as log:
                 alone.append(self._read(cache, tokens[i : i + 1], base + i)[:1])
             calls.append(log.calls)
             yield
         cache.restore_states(mark)
-        with CallLog(self.model) as log:
+        with CallLog(self.model, len(tokens)) as log:
             hidden = self._read(cache, tokens, base, device=True)[:1]
         other = LM_HEAD if equal_rows(hidden, alone, self._same) else OPERATIONS
         return first_differing(log.calls, calls, self._same) or other

@@ -8,24 +8,32 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+MOST = 2**18  # values of an array per row of a pass; keys and values of all positions have more, and are not kept
+Arrays = Sequence[mx.array | None]
 Same = Callable[[mx.array, mx.array], bool]
 
 
 class ModuleCall(NamedTuple):
-    """One call. path: of the module. caller: path of the module that called it. given, made: arrays in and out."""
+    """One call. path: of the module. caller: path of the module that called it. given, made: arrays in and out.
+
+    None stands for an array that is too large.
+    """
 
     path: str
     caller: str
-    given: list[mx.array]
-    made: list[mx.array]
+    given: Arrays
+    made: Arrays
 
 
 class CallLog(AbstractContextManager):
-    """Context in which each call of a module inside a model is recorded in `calls`, in the order of their ends."""
+    """Context in which each call of a module inside a model is recorded in `calls`, in the order of their ends.
 
-    def __init__(self, model: Any):
+    rows: number of rows of the pass.
+    """
+
+    def __init__(self, model: Any, rows: int):
         self.modules = {id(m): (path, m, type(m)) for path, m in model.named_modules() if path}
-        self.calls, self.active = list[ModuleCall](), [""]
+        self.calls, self.active, self.most = list[ModuleCall](), [""], MOST * rows
 
     def __enter__(self) -> "CallLog":
         for _, module, kind in self.modules.values():
@@ -44,8 +52,13 @@ class CallLog(AbstractContextManager):
         self.active.append(path)
         made = call(*args, **kwargs)
         self.active.pop()
-        self.calls.append(ModuleCall(path, caller, _arrays((args, kwargs)), _arrays(made)))
+        self.calls.append(ModuleCall(path, caller, self._arrays((args, kwargs)), self._arrays(made)))
         return made
+
+    def _arrays(self, tree: Any) -> Arrays:
+        """Return the arrays in nested lists, tuples and dicts, without those of other objects, such as caches."""
+        found = [leaf for _, leaf in tree_flatten(tree) if isinstance(leaf, mx.array)]  # type: ignore[misc]
+        return [array if array.size <= self.most else None for array in found]
 
 
 class Logged:
@@ -58,11 +71,6 @@ class Logged:
 @cache
 def _logged(kind: type) -> type:
     return type(kind.__name__, (Logged, kind), {})
-
-
-def _arrays(tree: Any) -> list[mx.array]:
-    """Return the arrays in nested lists, tuples and dicts; those of other objects, such as caches, are left out."""
-    return [leaf for _, leaf in tree_flatten(tree) if isinstance(leaf, mx.array)]  # type: ignore[misc]
 
 
 def first_differing(together: Sequence[ModuleCall], alone: Sequence[Sequence[ModuleCall]], same: Same) -> str:
@@ -81,13 +89,14 @@ def first_differing(together: Sequence[ModuleCall], alone: Sequence[Sequence[Mod
     return ""
 
 
-def equal_rows(together: Sequence[mx.array], alone: Sequence[Sequence[mx.array]], same: Same) -> bool:
+def equal_rows(together: Arrays, alone: Sequence[Arrays], same: Same) -> bool:
     """Return whether arrays with all rows are the `same` as those of single rows, joined as `_joined`."""
-    joined = [(whole, _joined(whole, parts)) for whole, *parts in zip(together, *alone, strict=False)]
+    kept = [each for each in zip(together, *alone, strict=False) if not any(array is None for array in each)]
+    joined: Any = [(whole, _joined(whole, parts)) for whole, *parts in kept]
     return all(rows is None or same(whole, rows) for whole, rows in joined)
 
 
-def _joined(whole: mx.array, parts: list[mx.array]) -> mx.array | None:
+def _joined(whole: Any, parts: list[Any]) -> mx.array | None:
     """Return the arrays of single rows, joined along the axis on which `whole` has all rows.
 
     None if there is no such axis, as for masks, and for rows that are flattened or sorted.

@@ -4,6 +4,7 @@ import importlib
 import json
 
 import families
+import mlx.core as mx
 import portless
 import pytest
 from letter_chats import VOCAB, answer, make_session
@@ -14,8 +15,9 @@ import mlx_mtp
 from mlx_mtp.cache.layer_cache import CONTEXTS
 from mlx_mtp.decoding import row_check
 from mlx_mtp.decoding.row_check import LM_HEAD, OPERATIONS, TAKE_BACK, RowCheck, prepare_rows
-from mlx_mtp.tuning import verdict_file
+from mlx_mtp.tuning import module_calls, verdict_file
 from mlx_mtp.tuning.idle_trials import IdleTrials
+from mlx_mtp.tuning.module_calls import CallLog
 from mlx_mtp.tuning.row_findings import NUMBERS, RowFinding, recalled
 
 PROMPT = [1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2, 2, 1, 3, 0]
@@ -91,11 +93,11 @@ KINDS = ["mimo_v2_flash", "qwen3_5", "deepseek_v32", "nemotron_h", "qwen3_next",
 def test_rows_of_ports_are_right(checkpoints, name, exact):
     """Windows that wrap, recurrent states and sparse attention: also after some rows were taken back."""
     model = mlx_mtp.load_model(checkpoints(name))
-    assert mlx_mtp.check_rows(model, PROMPT, contexts=NEAR, exact=exact) == {1: RIGHT, 20: RIGHT}
+    assert mlx_mtp.check_rows(model, PROMPT, contexts=(0, 40), exact=exact) == {1: RIGHT, 40: RIGHT}
     assert model.runtime.rows is None
     how = "bit for bit" if exact else "within rounding"
     assert model.report.rows.startswith(
-        f"up to 16 of a pass equal the same rows alone, {how}, at context 1, 20; not "
+        f"up to 16 of a pass equal the same rows alone, {how}, at context 1, 40; not "
     )
 
 
@@ -147,6 +149,19 @@ def test_operations_outside_of_modules_are_attributed_to_what_contains_them(mode
     monkeypatch.setattr(norm, "scaled_dot_product_attention", odd)
     found = mlx_mtp.check_rows(model, PROMPT, contexts=[20])
     assert found == {20: RowFinding(2, "model.layers.0.self_attn")}
+
+
+def test_arrays_of_all_positions_are_not_kept(model, monkeypatch):
+    """As keys and values that a module makes of a latent cache: they would be kept for every row."""
+    monkeypatch.setattr(module_calls, "MOST", 40)
+    depending(model.layers[1].self_attn.q_proj, 2)
+    with CallLog(model, 2) as log:
+        model.hidden(mx.array([[1, 2]]), mlx_mtp.make_prompt_cache(model, num_draft_tokens=0).layers)
+    arrays = [array for call in log.calls for array in (*call.given, *call.made)]
+    assert any(array is None for array in arrays)
+    assert all(array is None or array.size <= 80 for array in arrays)
+    found = mlx_mtp.check_rows(model, PROMPT, contexts=[20])
+    assert found == {20: RowFinding(1, "model.layers.1.self_attn.o_proj")}  # the next one whose arrays are kept
 
 
 def test_what_is_no_module_is_named(model, monkeypatch):
@@ -296,9 +311,9 @@ def test_forced_drafts_are_limited_as_well(tiny_models, monkeypatch):
 
 
 def test_interrupted_checks_leave_other_caches_as_they_are(model):
-    whole = mlx_mtp.check_rows(model, PROMPT, contexts=NEAR)
+    whole = mlx_mtp.check_rows(model, PROMPT, contexts=[20])
     expected = text(model, num_draft_tokens=2, adaptive=False)
-    check = RowCheck(model, {}, NEAR, False, recalls=False)
+    check = RowCheck(model, {}, [20], False, recalls=False)
     check.tokens, tokens = PROMPT, []
     for i, (token, *_) in enumerate(mlx_mtp.generate_step(PROMPT, model, max_tokens=16, num_draft_tokens=2)):
         check.step()
