@@ -20,7 +20,7 @@ from ..tuning.kernel_fallback import Fallback, KernelRefused, run_first
 from ..tuning.module_calls import CallLog, equal_rows, first_differing
 from ..tuning.row_findings import EVERY, NUMBERS, Findings, RowFinding, file_of_rows, recalled, rows_in_words
 from .memory_needs import check_prompt, stated_positions
-from .options import default_chunk
+from .options import default_chunk, token_ids
 from .prefill import evaluated, read_chunk
 
 # Maximum difference on a CPU, relative to the greatest magnitude of the rows; on a GPU bits must be equal.
@@ -238,6 +238,9 @@ def check_rows(
     """
     if model.ranks:
         raise ValueError(f"check_rows: not on {model.ranks.size} ranks")
+    if not contexts or not all(type(context) is int and context >= 0 for context in contexts):
+        raise ValueError(f"contexts={contexts}: allowed are one or more numbers of tokens")
+    tokens = token_ids(tokens, model.vocab_size, pictures=True) if len(tokens) else ()
     if make_prompt_cache(model, num_draft_tokens=0, **layout).is_mlx_lm:
         return {}
     check = model.runtime.row_check = RowCheck(model, layout, contexts, exact, recalls=False)

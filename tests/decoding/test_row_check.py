@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 
 import families
 import mlx.core as mx
@@ -13,6 +14,7 @@ from sweep import paired, sampled
 
 import mlx_mtp
 from mlx_mtp.cache.layer_cache import CONTEXTS
+from mlx_mtp.cache.mlx_lm_caches import MlxLmCaches
 from mlx_mtp.decoding import row_check
 from mlx_mtp.decoding.row_check import LM_HEAD, OPERATIONS, TAKE_BACK, RowCheck, prepare_rows
 from mlx_mtp.tuning import module_calls, verdict_file
@@ -429,7 +431,29 @@ def test_a_chat_checks_rows_after_its_first_answer(tiny_models, monkeypatch):
     assert [first, answer(session, "d")] == [answer(other, "abc"), answer(other, "d")]
 
 
-def test_a_model_without_drafts_and_ranks(model, monkeypatch):
+@pytest.mark.parametrize(
+    ("tokens", "options", "message"),
+    [
+        ([99], {}, "prompt: 99 is not a token id between 0 and 12"),
+        ([1.5], {}, "prompt: an array of float64; expected token ids, which are integers"),
+        ([], {"contexts": []}, "contexts=[]: allowed are one or more numbers of tokens"),
+        ([], {"contexts": (-1, 3)}, "contexts=(-1, 3): allowed are one or more numbers of tokens"),
+        ([], {"kv_bits": 7}, "kv_bits=7: "),
+    ],
+)
+def test_wrong_arguments_are_refused(model, tokens, options, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        mlx_mtp.check_rows(model, tokens, **options)
+
+
+def test_what_has_no_rows_to_check(model, monkeypatch):
+    monkeypatch.setattr(model, "windows", lambda: [MlxLmCaches])
+    assert mlx_mtp.check_rows(model) == {}
+    prepare_rows(model, {}, exact=True)
+    assert model.runtime.row_check is None
+
+
+def test_ranks_are_refused(model, monkeypatch):
     monkeypatch.setattr(model.runtime, "ranks", type("Ranks", (), {"size": 2})())
     with pytest.raises(ValueError, match=r"^check_rows: not on 2 ranks$"):
         mlx_mtp.check_rows(model)
