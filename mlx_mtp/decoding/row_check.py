@@ -3,6 +3,7 @@
 import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +18,7 @@ from ..machine.errors import first_line, with_type
 from ..machine.remembered import RememberedFile, cache_directory
 from ..machine.stream import in_turn
 from ..tuning.kernel_fallback import Fallback, KernelRefused, run_first
-from ..tuning.module_calls import CallLog, equal_rows, first_differing
+from ..tuning.module_calls import calls_of, equal_rows, first_differing
 from ..tuning.row_findings import EVERY, NUMBERS, Findings, RowFinding, file_of_rows, recalled, rows_in_words
 from .memory_needs import check_prompt, stated_positions
 from .options import default_chunk, token_ids
@@ -189,19 +190,33 @@ class RowCheck:
         return bool(((a == b) | (mx.isnan(a) & mx.isnan(b)) | near).all())
 
     def _differing(self, cache: PromptCache, mark: Any, tokens: list[int]) -> Passes:
-        """Return the path of the first module whose rows differ, or what else differs."""
+        """Return the path of the first module whose rows differ, or what else differs.
+
+        The first passes compare layers and modules outside of them, the others the modules of the layer found.
+        """
+        every = {id(module): (path, module) for path, module in self.model.named_modules() if path}.values()
+        ids = {id(layer) for layer in self.model.layers}
+        layers = [path for path, module in every if id(module) in ids]
+        layer_of = {path: next((p for p in layers if path.startswith(f"{p}.")), "") for path, _ in every}
+        where = yield from self._search(cache, mark, tokens, {p: m for p, m in every if not layer_of[p]})
+        if where in layers:  # with the layer itself, because later layers may call modules of it
+            inner = {path: module for path, module in every if where in (path, layer_of[path])}
+            where = yield from self._search(cache, mark, tokens, inner)
+        return where
+
+    def _search(self, cache: PromptCache, mark: Any, tokens: list[int], modules: dict[str, Any]) -> Passes:
+        """Return the path of the first of these modules whose rows differ, or what else differs."""
         base, calls, alone = cache.offset, [], []
         cache.restore_states(mark)
         for i in range(len(tokens)):
-            with CallLog(self.model, 1) as log:
-                alone.append(self._read(cache, tokens[i : i + 1], base + i)[:1])
-            calls.append(log.calls)
+            rows, made = calls_of(modules, 1, partial(self._read, cache, tokens[i : i + 1], base + i))
+            alone.append(rows[:1])
+            calls.append(made)
             yield
         cache.restore_states(mark)
-        with CallLog(self.model, len(tokens)) as log:
-            hidden = self._read(cache, tokens, base, device=True)[:1]
-        other = LM_HEAD if equal_rows(hidden, alone, self._same) else OPERATIONS
-        return first_differing(log.calls, calls, self._same) or other
+        (hidden, *_), made = calls_of(modules, len(tokens), partial(self._read, cache, tokens, base, device=True))
+        other = LM_HEAD if equal_rows([hidden], alone, self._same) else OPERATIONS
+        return first_differing(made, calls, self._same) or other
 
 
 def prepare_rows(model: Any, layout: Mapping[str, Any], exact: bool | None = None) -> None:

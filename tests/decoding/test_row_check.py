@@ -19,7 +19,7 @@ from mlx_mtp.decoding import row_check
 from mlx_mtp.decoding.row_check import LM_HEAD, OPERATIONS, TAKE_BACK, RowCheck, prepare_rows
 from mlx_mtp.tuning import module_calls, verdict_file
 from mlx_mtp.tuning.idle_trials import IdleTrials
-from mlx_mtp.tuning.module_calls import CallLog
+from mlx_mtp.tuning.module_calls import calls_of
 from mlx_mtp.tuning.row_findings import NUMBERS, RowFinding, recalled
 
 PROMPT = [1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2, 2, 1, 3, 0]
@@ -157,9 +157,10 @@ def test_arrays_of_all_positions_are_not_kept(model, monkeypatch):
     """As keys and values that a module makes of a latent cache: they would be kept for every row."""
     monkeypatch.setattr(module_calls, "MOST", 40)
     depending(model.layers[1].self_attn.q_proj, 2)
-    with CallLog(model, 2) as log:
-        model.hidden(mx.array([[1, 2]]), mlx_mtp.make_prompt_cache(model, num_draft_tokens=0).layers)
-    arrays = [array for call in log.calls for array in (*call.given, *call.made)]
+    cache = mlx_mtp.make_prompt_cache(model, num_draft_tokens=0).layers
+    modules = {path: module for path, module in model.named_modules() if path.startswith("model.layers.1")}
+    _, calls = calls_of(modules, 2, lambda: model.hidden(mx.array([[1, 2]]), cache))
+    arrays = [array for call in calls for array in (*call.given, *call.made)]
     assert any(array is None for array in arrays)
     assert all(array is None or array.size <= 80 for array in arrays)
     found = mlx_mtp.check_rows(model, PROMPT, contexts=[20])
