@@ -84,7 +84,7 @@ def check_layout(
         for part in () if bits is None else drafting_parts(model) if name == "mtp_kv_bits" else [model]:
             if why := getattr(part, "NO_KV_BITS", model.NO_KV_BITS):
                 raise ValueError(f"{name}={bits}: not with {why}; allowed is None")
-            head_dim = getattr(part, "head_dim", None) or model.args.head_dim
+            head_dim = head_dim_of(part) or head_dim_of(model) or 0
             if head_dim % kv_group_size:
                 fitting = [str(size) for size in GROUP_SIZES if head_dim % size == 0]
                 fits = ", ".join(fitting) or f"none; leave out {name}"
@@ -93,13 +93,17 @@ def check_layout(
         raise ValueError(f"max_kv_size={max_kv_size}: not with {model.NO_KV_BITS}; allowed is None")
 
 
+def head_dim_of(model: Any) -> int | None:
+    """Return the head size of a model's, or of a drafter's, keys and values; None if it states none."""
+    return getattr(model, "head_dim", None) or getattr(getattr(model, "args", None), "head_dim", None)
+
+
 def group_size_for(model: CachedModel) -> int:
     """Return the default kv_group_size: 64, or 32 if the model's head size is a multiple of 32 but not of 64.
 
     Also 64 for a head size that neither divides; `check_layout` then refuses to quantize.
     """
-    named = getattr(model, "head_dim", None) or getattr(getattr(model, "args", None), "head_dim", None)
-    head_dim = named or 64  # latent attention is not quantized
+    head_dim = head_dim_of(model) or 64  # latent attention is not quantized
     return next((size for size in (64, 32) if head_dim % size == 0), 64)
 
 

@@ -26,7 +26,7 @@ from .head_self_test import random_tokens
 PROMPT, KEPT, REJECTED, MORE = 6, 2, 2, 3  # rows of the passes before the last row; REJECTED are taken back
 LEAST, MOST = 1e-3, 0.1  # limits of a difference relative to the greatest logit, in between NOISE times the usual one
 NOISE = 4
-OF_8_BITS = 0.3  # the same for keys and values of 8 bits
+OF_8_BITS = 0.3  # greatest difference of half of the rows with keys and values of 8 bits
 FAILURES = (TypeError, AttributeError, LookupError, ArithmeticError, ValueError, RuntimeError, NotImplementedError)
 
 
@@ -115,7 +115,10 @@ def _recorded(model: Any, tokens: mx.array, cache: PromptCache) -> mx.array:
 
     for c in cache.layers:
         c.hold(end)
-    mx.compile(read)(tokens, *arrays)  # never computed: on a CPU MLX would run a compiler
+    try:
+        mx.compile(read)(tokens, *arrays)  # never computed: on a CPU MLX would run a compiler
+    except ValueError as e:
+        raise ValueError("its forward reads a position, or another array, on the host") from e
     return _ours(model, tokens, cache)
 
 
@@ -143,6 +146,9 @@ def _check_bits(model: Any, tokens: mx.array, whole: mx.array) -> None:
         raise ValueError(f"heads of {min(sizes)}")
     cache = make_prompt_cache(model, kv_bits=8, kv_group_size=group_size)
     try:
-        _check("on keys of 8 bits", _ours(model, tokens, cache), whole, OF_8_BITS)
+        found = _ours(model, tokens, cache)
+        far = [distance(found[:, i], whole[:, i]) > OF_8_BITS for i in range(tokens.shape[1])]
     except FAILURES as e:
         raise ValueError("attention that reads no quantized keys and values") from e
+    if sum(far) > len(far) // 2:  # rounding may choose other experts in some rows
+        raise ValueError("logits differ with keys and values of 8 bits")

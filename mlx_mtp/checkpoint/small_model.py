@@ -21,6 +21,7 @@ from .sort_tensors import Drafting
 
 NO_HEADS = Drafting(mtp=False, mtp_path=None, mtp_overrides={}, draft_model=None)
 OF_DRAFTERS = re.compile(r"(model\.)?(fc\.weight|(.*\.)?hidden_norm\.weight|d2t)")  # tensors that no whole model has
+EMBEDDING = re.compile(r"(.*\.)?(\w*embed\w*|wte|embd)\.weight")
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken.model")
 
 
@@ -33,7 +34,7 @@ def is_small_model(path: Path) -> bool:
         if find_family(config := read_config(path)) is None:
             return False
         names = read_header(sorted(path.glob("*.safetensors"))).keys()
-        embedded = any("embed" in name.rpartition(".weight")[0].rpartition(".")[2] for name in names)
+        embedded = any(EMBEDDING.fullmatch(name) for name in names)
         foreign = any(OF_DRAFTERS.fullmatch(name) for name in names)
         return embedded and not foreign and all(kind.refuses(config, names) for kind in drafter_kinds())
     return False
