@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from .arrays import StateCache
 from .growing import LinearKVCache, QuantizedLinearKVCache, QuantizedStorage, round_up
 from .layer_cache import LayerCache, OncePerPass, Parts
 from .recurrent import RecurrentCache
@@ -148,7 +149,7 @@ class PooledKV(LayerCache):
         view, end = self.span.view, self._visible(rows)
         self.offset = self.once(operator.add, self.offset, rows)
         self.limit += rows
-        return self._decode(tuple([part[view, :, :end] for part in self.parts]))
+        return self._shared(self._decode(tuple([part[view, :, :end] for part in self.parts])))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         """Return the mask of each sequence's next N rows, boolean [n, 1, N, S] for the S that attention reads."""
@@ -190,8 +191,33 @@ class PooledState(RecurrentCache):
         self.parts = tuple([gather(parts[0], parts[1:], index) for parts in zip(*rows, strict=True)])
 
     def copied(self, parts: Parts, row: int) -> Parts:
-        """Return a copy of one sequence's row of `parts`."""
-        return tuple(mx.contiguous(part[row : row + 1]) for part in parts)
+        return row_of(parts, row)
+
+
+class PooledArrays(StateCache):
+    """The arrays of n sequences: `StateCache` with n rows per array."""
+
+    def __init__(self, size: int):
+        super().__init__(size)
+        self.offset: Any = None
+
+    def regroup(self, index: mx.array, newcomers: Sequence[Any]) -> None:
+        """Change the sequences of the next pass, none of which has rejected rows; arguments: as in `PooledState`."""
+        every = [cache.newest for cache in (self, *newcomers) if cache.parts]
+        self.parts = tuple([gather(parts[0], parts[1:], index) for parts in zip(*every, strict=True)])
+
+    def copied(self, parts: Parts, row: int) -> Parts:
+        return row_of(parts, row)
+
+    def choose(self, chosen: mx.array, other: Parts) -> None:
+        """Replace the arrays of the sequences that are not `chosen`, bool [n], by those of `other`."""
+        pairs = zip(self.newest, other, strict=True)
+        self.parts = tuple([mx.where(chosen.reshape(-1, *[1] * (a.ndim - 1)), a, b) for a, b in pairs])
+
+
+def row_of(parts: Parts, row: int) -> Parts:
+    """Return a copy of one sequence's row of each array."""
+    return tuple(mx.contiguous(part[row : row + 1]) for part in parts)
 
 
 def _positions_from(start: mx.array, rows: int) -> mx.array:
@@ -225,6 +251,7 @@ POOLS: dict[type[Any], type[Any]] = {
     QuantizedLinearKVCache: QuantizedPooledKV,
     QuantizedSlidingKVCache: QuantizedPooledKV,
     RecurrentCache: PooledState,
+    StateCache: PooledArrays,
 }
 
 
@@ -240,4 +267,6 @@ def pooled(cache: Any, ring: Ring | None) -> Any:
         raise ValueError(f"{type(cache).__name__}: no pool holds this kind of cache; supported are {supported}")
     if pool is PooledState:
         return pool()
+    if pool is PooledArrays:
+        return pool(cache.size)
     return pool(cache.group_size, cache.bits, ring) if pool is QuantizedPooledKV else pool(ring)

@@ -9,13 +9,14 @@ from ..cache.prompt_cache import PromptCache
 from ..layers.target import Target
 from ..tuning.kernel_fallback import KernelRefused, Trouble, newly_refused
 from ..tuning.plan import Plan
+from .again import read_kept, why_read_again
 from .agreement import Agreement
 from .cycle_masks import mask_thread
 from .drafters.drafter import Drafter
 from .flight import Flight
 from .memory_needs import RESERVED_TOKENS
 from .policy import compiled_for, control_for, remember
-from .prefill import read_again
+from .prefill import read_again, without_refused
 from .run import Run
 from .seating import DriverOptions, Seating, Waiting
 from .sequence import Sequence
@@ -86,14 +87,15 @@ class Alone(Seating):
             return ""
         if self.sequence.picker.processors:
             return "logits processors"
-        most = max(self.sequence.k, self.sequence.max_lookup, self.sequence.most_forced)
-        return self.cache.needs_host(last.base + last.run.size, 1 + most)
+        most, rows = max(self.sequence.k, self.sequence.max_lookup, self.sequence.most_forced), last.run.size
+        return why_read_again(self.cache, rows) or self.cache.needs_host(last.base + rows, 1 + most)
 
     def begin_late(self, last: Any) -> float:
         """Prepare for a cycle that is built after `last` was read; return the maximum number of its drafts."""
         if last.why_late:
             self.stats.built_late[last.why_late] += 1
         position = self.sequence.next_base
+        self.reread = read_kept(self.model, self.cache, [(self.sequence, position - last.base)], last.run.size)
         self.cache.quantize_at(position)
         last.after.release()
         last.after = self.cache.mark()
@@ -205,6 +207,10 @@ class Alone(Seating):
         cache.restore(end)
         if self.emitted:
             cache.push(emitting.run.hidden[:, : self.emitted])
+            if emitting is submitted:
+                without_refused(
+                    self.model, read_kept, self.model, cache, [(sequence, self.emitted)], emitting.run.size
+                )
         else:  # no token of this cycle was yielded, so that its first row is rolled back too
             cache.restore_states(emitting.before)
         cache.settle(sequence.history.exact(emitting.base + self.emitted))

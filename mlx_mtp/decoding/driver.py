@@ -208,6 +208,7 @@ class Driver:
         """Build and submit the cycle after `last`, which was read; return it, None if no sequence is left."""
         assert self.seating
         most = self.seating.begin_late(last)
+        self.clock.hidden = self.clock.hidden or self.seating.reread
         new = self._build(last, most)
         return self._submit(last, with_forced(self.seating, last, new, most) if last else new)
 
