@@ -9,14 +9,14 @@ from ..cache.prompt_cache import PromptCache
 from ..layers.target import Target
 from ..tuning.kernel_fallback import KernelRefused, Trouble, newly_refused
 from ..tuning.plan import Plan
-from .again import read_kept, why_read_again
+from .again import come_to_rest, read_kept, why_read_again
 from .agreement import Agreement
 from .cycle_masks import mask_thread
 from .drafters.drafter import Drafter
 from .flight import Flight
 from .memory_needs import RESERVED_TOKENS
 from .policy import compiled_for, control_for, remember
-from .prefill import read_again, without_refused
+from .prefill import read_again
 from .run import Run
 from .seating import DriverOptions, Seating, Waiting
 from .sequence import Sequence
@@ -71,8 +71,7 @@ class Alone(Seating):
     def agree(self) -> None:
         """Run each kernel that the next graph launches for the first time; on ranks also receive rank 0's next plan.
 
-        On ranks `stopping` is set, too. Raises KernelRefused, on every rank, if any rank refuses a kernel, and as
-        `Agreement.meet`.
+        On ranks `stopping` is set, too. Raises as `Agreement.meet`, and KernelRefused, on every rank, if one refuses.
         """
         refused = newly_refused()
         if isinstance(self.control, Agreement):
@@ -153,8 +152,7 @@ class Alone(Seating):
 
     def advance(self, last: Flight, new: Flight) -> None:
         """Keep the accepted rows of `last` for a drafter that has not read them; move on to the cycle `new`."""
-        cache, sequence = self.cache, self.sequence
-        kept = sequence.next_base - last.base
+        cache, sequence, kept = self.cache, self.sequence, self.sequence.next_base - last.base
         if cache.aside or not cache.live:
             cache.push(last.run.hidden if kept == last.run.size else last.run.hidden[:, :kept])
         new.base = sequence.base = sequence.next_base
@@ -189,12 +187,11 @@ class Alone(Seating):
     def rest(self) -> Run:
         """Bring the cache to rest: it then contains every token but the last one yielded; return that token's run.
 
-        After a stop token the emitting cycle N was submitted last; if the consumer has closed it, as a rule N+1 was.
-        The measured costs are stored.
+        After a stop token the emitting cycle N was submitted last; after a close N+1, as a rule. Costs are stored.
 
         1. Restore the arrays after the cycle submitted last. A cycle that was only built is dropped.
-        2. Return the recurrent states and what the heads have read to `end`, the mark after N: N+1's `before`, or
-           N's own `after` if N was submitted last. Keys and values of N+1 stay in the buffers, to be overwritten.
+        2. Return the states and what the heads have read to `end`, the mark after N: N+1's `before`, or N's own
+           `after` if N was submitted last. Keys and values of N+1 stay in the buffers, to be overwritten.
         3. Lower the positions to the last yielded token. If a failed graph has lost the arrays, prefill all again.
         """
         cache, emitting, submitted, sequence = self.cache, self.emitting, self.submitted, self.sequence
@@ -207,15 +204,12 @@ class Alone(Seating):
         cache.restore(end)
         if self.emitted:
             cache.push(emitting.run.hidden[:, : self.emitted])
-            if emitting is submitted:
-                without_refused(
-                    self.model, read_kept, self.model, cache, [(sequence, self.emitted)], emitting.run.size
-                )
+            come_to_rest(self.model, cache, sequence, self.emitted, emitting.run.size)
         else:  # no token of this cycle was yielded, so that its first row is rolled back too
             cache.restore_states(emitting.before)
         cache.settle(sequence.history.exact(emitting.base + self.emitted))
         if lost:
             read_again(self.model, cache, heads=sequence.k > 0, chunk=self.chunk)
         remember(self.model, self.own, self.compiled)
-        row = emitting.run.hidden[:, max(self.emitted, 1) - 1 : max(self.emitted, 1)]
-        return Run.of_row(row, int(sequence.history.tokens[emitting.base + self.emitted]))
+        n, token = max(self.emitted, 1), int(sequence.history.tokens[emitting.base + self.emitted])
+        return Run.of_row(emitting.run.hidden[:, n - 1 : n], token)

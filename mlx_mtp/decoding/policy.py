@@ -5,6 +5,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from ..cache.arrays import rereads
 from ..cache.prompt_cache import PromptCache
 from ..cache.ring import MAX_ROWS
 from ..grammar import Matcher
@@ -119,6 +120,7 @@ def control_for(
         costs = learned(model)
         known, others = costs.recall(replayed=_replayed(compiled)), others_of(model, k)
         how = {"names": names_of(model), "others": others, "growth": costs.growth, "masked": matcher is not None}
+        how["rereads"] = rereads(model)
         return Controller(max_drafts=k, max_lookup=max_lookup, p_min=p_min, known=known, **how)
     return Fixed(k, max_lookup=max_lookup, p_min=p_min, names=names_of(model))
 

@@ -15,14 +15,14 @@ from ..cache.slots import Span
 from ..layers.target import Target
 from ..tuning.kernel_fallback import KernelRefused, Trouble, run_first
 from ..tuning.plan import Plan
-from .again import read_kept, why_read_again
+from .again import come_to_rest, read_kept, why_read_again
 from .cycle_masks import mask_thread
 from .drafters import drafter_of
 from .drafters.drafter import Drafter
 from .flight import Flight, SequenceRows
 from .policy import compiled_for
 from .pool_rows import merged, misses_too_many, slots_for, with_missed
-from .prefill import read_again, without_refused
+from .prefill import read_again
 from .run import Run
 from .sampling import Picker
 from .seating import DriverOptions, Seating, Waiting
@@ -278,7 +278,7 @@ class Pooled(Seating):
         assert flight.after
         self._distribute_rows()
         self.pool.copy_out(flight.after, cache, sequence.slot, row, base=sequence.base, rows=count)
-        without_refused(self.model, read_kept, self.model, cache, [(sequence, count)], flight.run.size)
+        come_to_rest(self.model, cache, sequence, count, flight.run.size)
         if count:
             cache.push(flight.run.hidden[row : row + 1, :count])
         cache.settle(sequence.all_tokens[: sequence.base + count])
