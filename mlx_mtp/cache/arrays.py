@@ -51,7 +51,7 @@ class StateCache(LayerCache, ArraysCache):
         return [None if array is None or not array.size else array for array in found][i]
 
     def __setitem__(self, i: int, array: mx.array) -> None:
-        self.assigned[i] = array
+        self.assigned = {**self.assigned, i: array}  # a copy of this cache has the same dict
 
     def advance(self, N: int) -> None:
         """Do nothing: only some of mlx-lm's layers call this; `passed` counts the rows."""
