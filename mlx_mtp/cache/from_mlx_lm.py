@@ -1,16 +1,17 @@
-"""Replace a list of mlx-lm's empty caches by a PromptCache."""
+"""Replace mlx-lm's caches by this package's: a layer's by its kind, and a list of empty ones by a PromptCache."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from mlx_lm.models.cache import ArraysCache, CacheList, ConcatenateKVCache, KVCache, RotatingKVCache, _BaseCache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, _BaseCache
 
 from .arrays import StateCache
-from .layer_cache import CachedModel, CacheKind
+from .layer_cache import CachedModel
 from .mlx_lm_caches import MlxLmCaches
 from .prompt_cache import PromptCache, make_prompt_cache
+from .ring import Ring
 
 
 def from_mlx_lm(model: CachedModel, given: Any) -> Any:
@@ -26,13 +27,13 @@ def from_mlx_lm(model: CachedModel, given: Any) -> Any:
         return given
     if not all(c.empty() for c in given):
         raise ValueError("prompt_cache: mlx_lm's caches hold tokens, which mlx_mtp must read itself; give empty ones")
-    windows = model.windows()
+    windows, each = model.windows(), flat([list(c.caches) if isinstance(c, CacheList) else c for c in given])
     plain = windows == [MlxLmCaches]
-    if not plain and len(given) != len(windows):
+    if not plain and len(each) != len(windows):
         raise ValueError(
             "prompt_cache: made for another model (its number of layers differs); use make_prompt_cache(model)"
         )
-    pairs = zip(given, windows, strict=False)
+    pairs = zip(each, windows, strict=False)
     sizes = [c.max_size for c, window in pairs if window is None and isinstance(c, RotatingKVCache)]
     cache = make_prompt_cache(model, max_kv_size=min(sizes, default=None))
     if plain:
@@ -41,32 +42,38 @@ def from_mlx_lm(model: CachedModel, given: Any) -> Any:
     return cache
 
 
-def kind_of(cache: Any) -> CacheKind | str:
-    """Return the kind of our cache in place of one of mlx-lm's, or why there is none."""
-    kind = type(cache)
-    if kind in (KVCache, ConcatenateKVCache):
+def kind_of(cache: Any) -> Any:
+    """Return the kind, as `make_cache` takes it, of the cache that stores what a layer's cache of mlx-lm does.
+
+    For a CacheList it is a list of kinds. ValueError for a class without a counterpart, a subclass included, because
+    it may store something else.
+    """
+    if type(cache) is KVCache:
         return None
-    if kind is RotatingKVCache and not cache.keep:
-        return cache.max_size
-    if kind is ArraysCache:
+    if type(cache) is RotatingKVCache:
+        return Ring(cache.max_size, cache.keep) if cache.keep else cache.max_size
+    if type(cache) is ArraysCache:
         return partial(StateCache, len(cache.cache))
-    return f"{kind.__name__}: not supported"
+    if type(cache) is CacheList:
+        return [kind_of(each) for each in cache.caches]
+    raise ValueError(f"its layers need a {type(cache).__name__}, whose rows cannot be taken back")
 
 
-def flat(caches: list[Any]) -> list[Any]:
-    """Return mlx-lm's caches of a model with those in a CacheList in its place: each is a layer of ours."""
-    return [one for cache in caches for one in (cache.caches if isinstance(cache, CacheList) else (cache,))]
+def flat(kinds: Sequence[Any]) -> list[Any]:
+    """Return a list without the lists in it, whose members take their place."""
+    return [kind for each in kinds for kind in (each if isinstance(each, list) else (each,))]
 
 
 @contextmanager
-def passing(layers: list[Any], like: list[Any], shape: tuple[int, int]) -> Iterator[list[Any]]:
-    """Context in which a model of mlx-lm's reads tokens of a shape, with the caches that are its value.
+def passing(layers: Sequence[Any], kinds: Sequence[Any], shape: Sequence[int]) -> Iterator[list[Any]]:
+    """Context that yields the caches for one forward of a model of mlx-lm's over tokens of a shape, (n, L).
 
-    layers: ours, in the order of `flat`. like: mlx-lm's caches of the model, which are nested alike.
+    layers: this package's, as many as `flat` kinds. kinds: of mlx-lm's caches, by `kind_of`; the yielded caches are
+    in lists where these are.
     """
     rest = iter(layers)
     for c in layers:
         c.fetched = ()
-    yield [[next(rest) for _ in c.caches] if isinstance(c, CacheList) else next(rest) for c in like]
+    yield [[next(rest) for _ in kind] if isinstance(kind, list) else next(rest) for kind in kinds]
     for c in layers:
         c.passed(*shape)

@@ -13,7 +13,7 @@ from ..tuning.kernel_fallback import run_first
 from .prefill import without_refused
 from .sequence import Sequence
 
-Keeping = Rows[tuple[Sequence | None, int]]  # of each row of a pass: its sequence, and the number of rows to keep
+Kept = tuple[int, list[int]]  # position of a pass's first row in a sequence, and the tokens of its rows to keep
 
 
 def why_read_again(cache: StepCache, verified: int) -> str | None:
@@ -21,20 +21,20 @@ def why_read_again(cache: StepCache, verified: int) -> str | None:
     return "states that cannot step back" if verified > 1 and any(c.rereads for c in cache.layers) else None
 
 
-def read_kept(model: Target, cache: StepCache, kept: Keeping, verified: int) -> bool:
-    """Let states contain only the rows to keep of `verified` rows from each `Sequence.base` on.
+def read_kept(model: Target, cache: StepCache, kept: Rows[Kept | None], verified: int) -> bool:
+    """Let states contain only the rows to keep of `verified` rows; return whether a pass read rows again.
 
-    Returns whether a pass read rows again: one per number of rows to keep below `verified`. Nothing happens to states
-    that do not contain rejected rows any more. After an error, as KernelRefused, the cache is as it was.
+    kept: of each row of the pass, None if its sequence is not needed. There is one pass per number of rows to keep
+    below `verified`. Nothing happens to states that do not contain rejected rows any more. After an error, as
+    KernelRefused, the cache is as it was.
     """
     states: list[Any] = [c for c in cache.layers if c.rereads and c.undoes]
-    short = sorted({n for sequence, n in kept if sequence and n < verified}) if states else []
+    short = sorted({len(k[1]) for k in kept if k and len(k[1]) < verified}) if states else []
     if not short:
         return False
-    mark, before, counts = cache.mark(), [c.oldest for c in states], mx.array([n for _, n in kept])
-    bases = [sequence.base if sequence else 0 for sequence, _ in kept]
-    pooled = isinstance(cache, Pool)
-    place: Any = mx.array(bases) if pooled else bases[0]
+    mark, before, pooled = cache.mark(), [c.oldest for c in states], isinstance(cache, Pool)
+    bases, tokens = zip(*(k or (0, []) for k in kept), strict=True)
+    counts, place = mx.array([*map(len, tokens)]), mx.array(bases) if pooled else bases[0]
     try:
         for n in short:
             after = [c.newest for c in states]
@@ -42,7 +42,7 @@ def read_kept(model: Target, cache: StepCache, kept: Keeping, verified: int) -> 
                 c.parts = arrays
             seek(cache.layers, place, max(bases))
             if n:
-                model.hidden(mx.array([_tokens(sequence, n) for sequence, _ in kept]), cache.layers)
+                model.hidden(mx.array([(each + [0] * n)[:n] for each in tokens]), cache.layers)
             for c, arrays in zip(states, after, strict=True) if pooled else ():
                 c.choose(counts == n, arrays)
         seek(cache.layers, place + (counts if pooled else short[0]), max(bases) + verified)
@@ -53,12 +53,11 @@ def read_kept(model: Target, cache: StepCache, kept: Keeping, verified: int) -> 
     return any(short)
 
 
-def come_to_rest(model: Target, cache: PromptCache, sequence: Sequence, n: int, verified: int) -> None:
-    """Call `read_kept` for a sequence's own cache, which keeps n rows; without kernels that are refused."""
-    without_refused(model, read_kept, model, cache, [(sequence, n)], verified)
+def come_to_rest(model: Target, cache: PromptCache, kept: Kept, verified: int) -> None:
+    """Call `read_kept` for a sequence's own cache, without kernels that are refused."""
+    without_refused(model, read_kept, model, cache, [kept], verified)
 
 
-def _tokens(sequence: Sequence | None, n: int) -> list[int]:
-    """Return the n tokens of a sequence from its `base` on, with zeros after its end; without one only zeros."""
-    tokens = sequence.history.tokens[sequence.base : sequence.base + n].tolist() if sequence else []
-    return tokens + [0] * (n - len(tokens))
+def first_rows(sequence: Sequence, n: int) -> Kept:
+    """Return the first n rows of the newest pass as rows to keep."""
+    return sequence.base, sequence.history.tokens[sequence.base : sequence.base + n].tolist()

@@ -9,7 +9,7 @@ from ..cache.prompt_cache import PromptCache
 from ..layers.target import Target
 from ..tuning.kernel_fallback import KernelRefused, Trouble, newly_refused
 from ..tuning.plan import Plan
-from .again import come_to_rest, read_kept, why_read_again
+from .again import come_to_rest, first_rows, read_kept, why_read_again
 from .agreement import Agreement
 from .cycle_masks import mask_thread
 from .drafters.drafter import Drafter
@@ -94,7 +94,8 @@ class Alone(Seating):
         if last.why_late:
             self.stats.built_late[last.why_late] += 1
         position = self.sequence.next_base
-        self.reread = read_kept(self.model, self.cache, [(self.sequence, position - last.base)], last.run.size)
+        kept = first_rows(self.sequence, position - last.base)
+        self.reread = read_kept(self.model, self.cache, [kept], last.run.size)
         self.cache.quantize_at(position)
         last.after.release()
         last.after = self.cache.mark()
@@ -204,7 +205,7 @@ class Alone(Seating):
         cache.restore(end)
         if self.emitted:
             cache.push(emitting.run.hidden[:, : self.emitted])
-            come_to_rest(self.model, cache, sequence, self.emitted, emitting.run.size)
+            come_to_rest(self.model, cache, first_rows(sequence, self.emitted), emitting.run.size)
         else:  # no token of this cycle was yielded, so that its first row is rolled back too
             cache.restore_states(emitting.before)
         cache.settle(sequence.history.exact(emitting.base + self.emitted))

@@ -96,7 +96,8 @@ def learned(model: Target) -> Learned:
         shapes, kernels = shapes_of(model), "; ".join(lines)
         built, replayed = (RememberedCosts(shapes, k) for k in (kernels, f"{kernels}; replayed cycles"))
         counts = expert_counts(model.modules())
-        runtime.learned = Learned(lines, built, replayed, mixture(*counts) if counts and counts[0] > counts[1] else dense)
+        growth = mixture(*counts) if counts and counts[0] > counts[1] else dense
+        runtime.learned = Learned(lines, built, replayed, growth)
     return runtime.learned
 
 

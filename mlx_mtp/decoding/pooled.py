@@ -15,7 +15,7 @@ from ..cache.slots import Span
 from ..layers.target import Target
 from ..tuning.kernel_fallback import KernelRefused, Trouble, run_first
 from ..tuning.plan import Plan
-from .again import come_to_rest, read_kept, why_read_again
+from .again import come_to_rest, first_rows, read_kept, why_read_again
 from .cycle_masks import mask_thread
 from .drafters import drafter_of
 from .drafters.drafter import Drafter
@@ -83,8 +83,7 @@ class Pooled(Seating):
     def begin_late(self, last: Flight | None) -> float:
         """Prepare as `Alone.begin_late`; return the maximum number of drafts of the cycle: no limit."""
         if last:
-            rows = [s if s and not s.finished else None for s in last.rows]
-            kept = [(s, s.next_base - s.base if s else 0) for s in rows]
+            kept = [first_rows(s, s.next_base - s.base) if s and not s.finished else None for s in last.rows]
             self.reread = read_kept(self.model, self.pool, kept, last.run.size)
             if self.reread:
                 last.after = self.pool.mark()
@@ -278,7 +277,7 @@ class Pooled(Seating):
         assert flight.after
         self._distribute_rows()
         self.pool.copy_out(flight.after, cache, sequence.slot, row, base=sequence.base, rows=count)
-        come_to_rest(self.model, cache, sequence, count, flight.run.size)
+        come_to_rest(self.model, cache, first_rows(sequence, count), flight.run.size)
         if count:
             cache.push(flight.run.hidden[row : row + 1, :count])
         cache.settle(sequence.all_tokens[: sequence.base + count])
