@@ -58,6 +58,7 @@ def come_to_rest(model: Target, cache: PromptCache, kept: Kept, verified: int) -
     without_refused(model, read_kept, model, cache, [kept], verified)
 
 
-def first_rows(sequence: Sequence, n: int) -> Kept:
-    """Return the first n rows of the newest pass as rows to keep."""
-    return sequence.base, sequence.history.tokens[sequence.base : sequence.base + n].tolist()
+def first_rows(sequence: Sequence, n: int | None = None) -> Kept:
+    """Return the first n rows of a sequence's newest pass, or the accepted ones, as rows to keep."""
+    base, end = sequence.base, sequence.next_base if n is None else sequence.base + n
+    return base, sequence.history.tokens[base:end].tolist()

@@ -94,8 +94,7 @@ class Alone(Seating):
         if last.why_late:
             self.stats.built_late[last.why_late] += 1
         position = self.sequence.next_base
-        kept = first_rows(self.sequence, position - last.base)
-        self.reread = read_kept(self.model, self.cache, [kept], last.run.size)
+        self.reread = read_kept(self.model, self.cache, [first_rows(self.sequence)], last.run.size)
         self.cache.quantize_at(position)
         last.after.release()
         last.after = self.cache.mark()

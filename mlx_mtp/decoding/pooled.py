@@ -83,7 +83,7 @@ class Pooled(Seating):
     def begin_late(self, last: Flight | None) -> float:
         """Prepare as `Alone.begin_late`; return the maximum number of drafts of the cycle: no limit."""
         if last:
-            kept = [first_rows(s, s.next_base - s.base) if s and not s.finished else None for s in last.rows]
+            kept = [first_rows(s) if s and not s.finished else None for s in last.rows]
             self.reread = read_kept(self.model, self.pool, kept, last.run.size)
             if self.reread:
                 last.after = self.pool.mark()

@@ -83,8 +83,8 @@ class MadeForm:
     """What a made port consists of besides mlx-lm's model.
 
     kinds: of the layers' caches, by `kind_of`. inner: the module that contains the layers; None if the logits are the
-    hidden rows. width, dtype: of a hidden row. no_bits: why keys and values cannot be quantized. head_dim: a number that divides
-    every head size of quantized keys and values.
+    hidden rows. width, dtype: of a hidden row. no_bits: why keys and values cannot be quantized. head_dim: a number
+    that divides every head size of quantized keys and values.
     """
 
     kinds: list[Any]
