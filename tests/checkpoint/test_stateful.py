@@ -2,6 +2,7 @@
 
 from functools import cache as once
 
+import grammars
 import mlx.core as mx
 import pytest
 import stateful
@@ -13,6 +14,7 @@ from portless import CONFIGS
 from sweep import sampled
 
 import mlx_mtp
+from mlx_mtp import grammar
 from mlx_mtp.cache.from_mlx_lm import flat, from_mlx_lm, kind_of, passing
 
 TYPES = sampled(
@@ -86,14 +88,44 @@ def test_several_sequences(name, monkeypatch):
     model, text = made(name)
     assert model.runtime.alone is None
     monkeypatch.setattr(model, "drafter", OracleDrafts(model, PROMPT + text, each_length(len(PROMPT))))
-    prompts, ends = [PROMPT, (PROMPT + text)[:17], (PROMPT + text)[:12]], [TOKENS, 11, 19]
+    prompts, ends = [PROMPT, (PROMPT + text)[:17], (PROMPT + text)[:12]], [TOKENS - 8, 11, 19]
     batch = mlx_mtp.BatchGenerator(model, **FIXED, completion_batch_size=2)
-    found = {uid: [] for uid in batch.insert(prompts, ends)}
+    batch.insert(prompts, ends)
+    for prompt, n, answer in zip(prompts, ends, drained(batch), strict=True):
+        rest = (PROMPT + text)[len(prompt) :]
+        assert [response.token for response in answer] == rest[:n]
+        kept = answer[-1].prompt_cache
+        assert text_of(model, rest[n - 1 : n], 5, prompt_cache=kept, **FIXED) == rest[n : n + 5]
+
+
+@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.parametrize("name", sampled(["falcon_h1"], stateful.OF_TYPE))
+def test_grammars_and_recorded_cycles(name, replay, monkeypatch, recorded_at_once, own_cache):
+    """Cycles are built again with drafts that a grammar forces, or replayed, alone and in a pool."""
+    model, text = made(name)
+    patterns = ["((a|b)abcabc){9}", None, "(c(a|b))*abca"]
+    rules = [pattern and grammar.regex(pattern, tokenizer=grammars.letters()) for pattern in patterns]
+    prompts = [[1, 2, 3, 0, 2], PROMPT, [0, 2, 1, 1]]
+    plain = {"num_draft_tokens": 0, "grammar_drafts": 0, "compile_cycles": False}
+    expected = [
+        text_of(model, prompt, 14, grammar=rule, **plain) for prompt, rule in zip(prompts, rules, strict=True)
+    ]
+    monkeypatch.setattr(model, "drafter", OracleDrafts(model, PROMPT + text, each_length(len(PROMPT))))
+    for prompt, rule, answer in zip(prompts, rules, expected, strict=True):
+        assert text_of(model, prompt, 14, grammar=rule, compile_cycles=replay, **FIXED) == answer
+    batch = mlx_mtp.BatchGenerator(model, max_tokens=14, compile_cycles=replay, **FIXED)
+    batch.insert(prompts, grammars=rules)
+    assert [[response.token for response in answer] for answer in drained(batch)] == expected
+    model.runtime.recorder = None
+
+
+def drained(batch):
+    """Return each sequence's responses, in the order of their numbers."""
+    found = {}
     while responses := batch.next_generated():
         for response in responses:
-            found[response.uid].append(response.token)
-    expected = [(PROMPT + text)[len(prompt) :][:n] for prompt, n in zip(prompts, ends, strict=True)]
-    assert list(found.values()) == expected
+            found.setdefault(response.uid, []).append(response)
+    return [found[uid] for uid in sorted(found)]
 
 
 @pytest.mark.parametrize("name", sampled(["recurrent_gemma"], stateful.OF_TYPE))
