@@ -103,19 +103,18 @@ def test_several_sequences(name, monkeypatch):
 def test_grammars_and_recorded_cycles(name, replay, monkeypatch, recorded_at_once, own_cache):
     """Cycles are built again with drafts that a grammar forces, or replayed, alone and in a pool."""
     model, text = made(name)
-    patterns = ["((a|b)abcabc){9}", None, "(c(a|b))*abca"]
+    patterns, lengths = ["((a|b){3}abcabc){6}", None, "((a|b)abcabc){6}"], [24, 6, 20]
     rules = [pattern and grammar.regex(pattern, tokenizer=grammars.letters()) for pattern in patterns]
-    prompts = [[1, 2, 3, 0, 2], PROMPT, [0, 2, 1, 1]]
+    each = list(zip([[1, 2, 3, 0, 2], PROMPT, [0, 2, 1, 1]], lengths, rules, strict=True))
     plain = {"num_draft_tokens": 0, "grammar_drafts": 0, "compile_cycles": False}
-    expected = [
-        text_of(model, prompt, 14, grammar=rule, **plain) for prompt, rule in zip(prompts, rules, strict=True)
-    ]
+    expected = [text_of(model, prompt, n, grammar=rule, **plain) for prompt, n, rule in each]
     monkeypatch.setattr(model, "drafter", OracleDrafts(model, PROMPT + text, each_length(len(PROMPT))))
-    for prompt, rule, answer in zip(prompts, rules, expected, strict=True):
-        assert text_of(model, prompt, 14, grammar=rule, compile_cycles=replay, **FIXED) == answer
-    batch = mlx_mtp.BatchGenerator(model, max_tokens=14, compile_cycles=replay, **FIXED)
-    batch.insert(prompts, grammars=rules)
-    assert [[response.token for response in answer] for answer in drained(batch)] == expected
+    for k in (1, 3):
+        how = {**FIXED, "num_draft_tokens": k, "compile_cycles": replay}
+        assert [text_of(model, prompt, n, grammar=rule, **how) for prompt, n, rule in each] == expected
+        batch = mlx_mtp.BatchGenerator(model, **how)
+        batch.insert([prompt for prompt, *_ in each], lengths, grammars=rules)
+        assert [[response.token for response in answer] for answer in drained(batch)] == expected
     model.runtime.recorder = None
 
 
