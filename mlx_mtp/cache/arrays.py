@@ -13,7 +13,7 @@ from .layer_cache import LayerCache, OncePerPass, Parts
 
 
 class StateCache(LayerCache, ArraysCache):
-    """mlx-lm's ArraysCache of `size` arrays of one sequence (B = 1), with positions like `LinearKVCache`.
+    """mlx-lm's ArraysCache of `count` arrays of one sequence (B = 1), with positions like `LinearKVCache`.
 
     parts: the arrays after the last row, [1, 0] for one that was never assigned. After a verify those before it come
            first. A pass continues from those after the last row: rejected rows must be undone before.
@@ -22,9 +22,9 @@ class StateCache(LayerCache, ArraysCache):
     name = "arrays"
     is_state = rereads = True
 
-    def __init__(self, size: int):
-        super().__init__(size)
-        self.size, self.once = size, OncePerPass()
+    def __init__(self, count: int):
+        super().__init__(count)
+        self.count, self.once = count, OncePerPass()
         self.offset: Any = 0
         self.limit = 0
         self.parts: Parts = ()
@@ -33,20 +33,20 @@ class StateCache(LayerCache, ArraysCache):
     @property
     def newest(self) -> Parts:
         """The arrays after the last row that was read."""
-        return self.parts[-self.size :]
+        return self.parts[-self.count :]
 
     @property
     def oldest(self) -> Parts:
         """The arrays before the last verify; with those of a final pass, the newest ones."""
-        return self.parts[: self.size]
+        return self.parts[: self.count]
 
     @property
     def undoes(self) -> bool:
         """Whether the arrays before the last pass are kept."""
-        return len(self.parts) > self.size
+        return len(self.parts) > self.count
 
     def __getitem__(self, i: Any) -> Any:
-        stored = self.newest or (None,) * self.size
+        stored = self.newest or (None,) * self.count
         found = [self.assigned.get(j, array) for j, array in enumerate(stored)]
         return [None if array is None or not array.size else array for array in found][i]
 
@@ -57,7 +57,7 @@ class StateCache(LayerCache, ArraysCache):
         """Do nothing: only some of mlx-lm's layers call this; `passed` counts the rows."""
 
     def passed(self, sequences: int, rows: int) -> None:
-        before = self.newest or tuple(mx.zeros((sequences, 0)) for _ in range(self.size))
+        before = self.newest or tuple(mx.zeros((sequences, 0)) for _ in range(self.count))
         after = tuple(self.assigned.get(i, array) for i, array in enumerate(before))
         self.parts = after if isinstance(self.offset, int) else (*before, *after)
         self.seek(self.offset + rows, self.limit + rows)
@@ -68,13 +68,13 @@ class StateCache(LayerCache, ArraysCache):
         if isinstance(offset, int):
             self.parts = self.newest
 
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
+    def make_mask(self, N: int, return_array: bool = False, window_count: int | None = None) -> None:
         """Return None: rows are processed one after another and need no mask."""
         return None
 
     @property
     def config(self) -> dict:
-        return {"window": self.name, "size": self.size}
+        return {"window": self.name, "count": self.count}
 
 
 def rereads(model: Any) -> bool:

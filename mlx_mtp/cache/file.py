@@ -35,7 +35,7 @@ WHOLE = [0, 1]  # the part of a model that is not split
 DIGITS = 64
 BLANK = "0" * DIGITS  # stands for the checksum while it is computed
 CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{64})"')
-NUMBERS = ("start", "keep", "bits", "group_size", "offset", "size")  # fields of layers' configs
+NUMBERS = ("start", "keep", "bits", "group_size", "offset", "count")  # fields of layers' configs
 PIECE = 1 << 24  # bytes per read
 
 

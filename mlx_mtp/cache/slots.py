@@ -197,8 +197,8 @@ class PooledState(RecurrentCache):
 class PooledArrays(StateCache):
     """The arrays of n sequences: `StateCache` with n rows per array."""
 
-    def __init__(self, size: int):
-        super().__init__(size)
+    def __init__(self, count: int):
+        super().__init__(count)
         self.offset: Any = None
 
     def regroup(self, index: mx.array, newcomers: Sequence[Any]) -> None:
@@ -268,5 +268,5 @@ def pooled(cache: Any, ring: Ring | None) -> Any:
     if pool is PooledState:
         return pool()
     if pool is PooledArrays:
-        return pool(cache.size)
+        return pool(cache.count)
     return pool(cache.group_size, cache.bits, ring) if pool is QuantizedPooledKV else pool(ring)

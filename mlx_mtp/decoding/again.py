@@ -13,7 +13,7 @@ from ..tuning.kernel_fallback import run_first
 from .prefill import without_refused
 from .sequence import Sequence
 
-Kept = tuple[int, list[int]]  # position of a pass's first row in a sequence, and the tokens of its rows to keep
+KeptRows = tuple[int, list[int]]  # position of a pass's first row in a sequence, and the tokens of its rows to keep
 
 
 def why_read_again(cache: StepCache, verified: int) -> str | None:
@@ -21,7 +21,7 @@ def why_read_again(cache: StepCache, verified: int) -> str | None:
     return "states that cannot step back" if verified > 1 and any(c.rereads for c in cache.layers) else None
 
 
-def read_kept(model: Target, cache: StepCache, kept: Rows[Kept | None], verified: int) -> bool:
+def read_kept(model: Target, cache: StepCache, kept: Rows[KeptRows | None], verified: int) -> bool:
     """Let states contain only the rows to keep of `verified` rows; return whether a pass read rows again.
 
     kept: of each row of the pass, None if its sequence is not needed. There is one pass per number of rows to keep
@@ -53,12 +53,12 @@ def read_kept(model: Target, cache: StepCache, kept: Rows[Kept | None], verified
     return any(short)
 
 
-def come_to_rest(model: Target, cache: PromptCache, kept: Kept, verified: int) -> None:
+def come_to_rest(model: Target, cache: PromptCache, kept: KeptRows, verified: int) -> None:
     """Call `read_kept` for a sequence's own cache, without kernels that are refused."""
     without_refused(model, read_kept, model, cache, [kept], verified)
 
 
-def first_rows(sequence: Sequence, n: int | None = None) -> Kept:
+def first_rows(sequence: Sequence, n: int | None = None) -> KeptRows:
     """Return the first n rows of a sequence's newest pass, or the accepted ones, as rows to keep."""
     base, end = sequence.base, sequence.next_base if n is None else sequence.base + n
     return base, sequence.history.tokens[base:end].tolist()

@@ -162,7 +162,7 @@ def test_accepted_rows_alone_are_read_again(monkeypatch):
 
 
 def test_kinds_of_caches():
-    assert kind_of(ArraysCache(3))().size == 3
+    assert kind_of(ArraysCache(3))().count == 3
     nested = [kind_of(cache) for cache in (CacheList(ArraysCache(2), KVCache()), KVCache())]
     assert [type(nested[0]), nested[0][1], nested[1]] == [list, None, None]
     assert len(flat(nested)) == 3
