@@ -23,8 +23,7 @@ class StateCache(LayerCache, ArraysCache):
     is_state = rereads = True
 
     def __init__(self, count: int):
-        super().__init__(count)
-        self.count, self.once = count, OncePerPass()
+        self.count, self.once, self.lengths = count, OncePerPass(), None
         self.offset: Any = 0
         self.limit = 0
         self.parts: Parts = ()
@@ -68,9 +67,13 @@ class StateCache(LayerCache, ArraysCache):
         if isinstance(offset, int):
             self.parts = self.newest
 
-    def make_mask(self, N: int, return_array: bool = False, window_count: int | None = None) -> None:
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
         """Return None: rows are processed one after another and need no mask."""
         return None
+
+    def check(self) -> None:
+        if len(self.parts) != (self.count if self.offset else 0):
+            raise ValueError("it has other arrays than its positions need")
 
     @property
     def config(self) -> dict:

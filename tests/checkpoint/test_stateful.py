@@ -16,6 +16,7 @@ from sweep import sampled
 import mlx_mtp
 from mlx_mtp import grammar
 from mlx_mtp.cache.from_mlx_lm import flat, from_mlx_lm, kind_of, passing
+from mlx_mtp.cache.pieces import checkpoint_of, cut, join
 
 TYPES = sampled(
     ["mamba", "falcon_h1", "baichuan_m1", "kimi_linear", "longcat_flash_ngram", "gemma3n"], stateful.OF_TYPE
@@ -184,6 +185,31 @@ def test_shared_keys_are_those_of_the_pass():
             cache.seek(place, 4)
             cache.update_and_fetch(rows, rows)
             assert cache.keys_and_values() is None
+
+
+def test_snapshots_and_pieces():
+    """A cache returns to a snapshot, and is joined from pieces with a checkpoint, as the prefix cache does."""
+    model, text = made("falcon_h1")
+    blank = mlx_mtp.make_prompt_cache(model)
+    cache = blank.like_new()
+    assert text_of(model, n=1, prompt_cache=cache) == text[:1]
+    mark, at = cache.snapshot(), checkpoint_of(cache)
+    rows = cut(cache, (0, len(PROMPT)), (0, 0))
+    assert text_of(model, text[:1], 5, prompt_cache=cache) == text[1:6]
+    assert not cache.is_trimmable()
+    cache.rewind(mark)
+    for kept in (cache, join(blank, [rows], at, PROMPT, 300)):
+        assert text_of(model, text[:1], 9, prompt_cache=kept) == text[1:10]
+
+
+def test_a_file_without_a_state(tmp_path):
+    model, _ = made("falcon_h1")
+    cache = mlx_mtp.make_prompt_cache(model)
+    text_of(model, n=1, prompt_cache=cache)
+    cache.layers[0].parts = cache.layers[0].parts[:1]
+    mlx_mtp.save_prompt_cache(tmp_path / "cache", cache)
+    with pytest.raises(ValueError, match=r"damaged \(it has other arrays than its positions need\)"):
+        mlx_mtp.load_prompt_cache(tmp_path / "cache", model)
 
 
 def test_a_list_of_mlx_lms_empty_caches():
