@@ -8,7 +8,7 @@ from typing import Any
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, _BaseCache
 
 from .arrays import StateCache
-from .layer_cache import CachedModel
+from .layer_cache import CachedModel, LayerCache
 from .mlx_lm_caches import MlxLmCaches
 from .prompt_cache import PromptCache, make_prompt_cache
 from .ring import Ring
@@ -68,12 +68,13 @@ def flat(kinds: Sequence[Any]) -> list[Any]:
 def passing(layers: Sequence[Any], kinds: Sequence[Any], shape: Sequence[int]) -> Iterator[list[Any]]:
     """Context that yields the caches for one forward of a model of mlx-lm's over tokens of a shape, (n, L).
 
-    layers: this package's, as many as `flat` kinds. kinds: of mlx-lm's caches, by `kind_of`; the yielded caches are
-    in lists where these are.
+    layers: this package's, as many as `flat` kinds, or mlx-lm's own. kinds: of mlx-lm's caches, by `kind_of`; the
+    yielded caches are in lists where these are.
     """
-    rest = iter(layers)
-    for c in layers:
+    ours, rest = [c for c in layers if isinstance(c, LayerCache)], iter(layers)
+    for c in ours:
         c.fetched = ()
-    yield [[next(rest) for _ in kind] if isinstance(kind, list) else next(rest) for kind in kinds]
-    for c in layers:
+    nested = [[next(rest) for _ in kind] if isinstance(kind, list) else next(rest) for kind in kinds if ours]
+    yield nested or list(layers)
+    for c in ours:
         c.passed(*shape)

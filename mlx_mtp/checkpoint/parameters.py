@@ -34,9 +34,9 @@ def named(module: nn.Module) -> dict[str, Any]:
 
 
 def stored_name(model: Any, path: str) -> str:
-    """Return the name under which a conversion stores a parameter: a head's is the hub's name."""
+    """Return the name under which a conversion stores a parameter, or a module: in a head the hub's name."""
     if not path.startswith("mtp."):
-        return path
+        return model.PREFIX + path
     _, depth, inside = path.split(".", 2)
     return model.spec.name(int(depth), inside, model.args.num_hidden_layers)
 
@@ -44,6 +44,12 @@ def stored_name(model: Any, path: str) -> str:
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     """Return whether two modules have the same paths (of `named`) and equal values at them; types may differ."""
     return a.keys() == b.keys() and all(_equal(a[name], b[name]) for name in a)
+
+
+def is_targets(model: Any, name: str, module: nn.Module) -> bool:
+    """Return whether a drafter's module equals the target's LM head (name "head") or embedding ("embed_tokens")."""
+    theirs = model.unembedding() if name == "head" else model.embedding
+    return isinstance(theirs, nn.Module) and same(named(module), named(theirs))
 
 
 def _equal(a: mx.array, b: mx.array) -> bool:

@@ -17,6 +17,7 @@ import mlx_mtp
 from mlx_mtp import grammar
 from mlx_mtp.cache.from_mlx_lm import flat, from_mlx_lm, kind_of, passing
 from mlx_mtp.cache.pieces import checkpoint_of, cut, join
+from mlx_mtp.decoding.drafters.small_model import SmallModel
 
 TYPES = sampled(
     ["mamba", "falcon_h1", "baichuan_m1", "kimi_linear", "longcat_flash_ngram", "gemma3n"], stateful.OF_TYPE
@@ -126,6 +127,20 @@ def drained(batch):
         for response in responses:
             found.setdefault(response.uid, []).append(response)
     return [found[uid] for uid in sorted(found)]
+
+
+@pytest.mark.parametrize("name", sampled(["bailing_moe_linear"], stateful.OF_TYPE))
+def test_a_drafter_with_caches(name, monkeypatch):
+    """A small model follows the target, whose rows are read again, alone and in a pool."""
+    model, text = made(name)
+    monkeypatch.setattr(model, "drafter", SmallModel(made("gemma3n")[0], model.vocab_size))
+    stats, prompts = mlx_mtp.Stats(), [PROMPT, (PROMPT + text)[:12]]
+    assert text_of(model, stats=stats, **FIXED) == text
+    assert stats.cycles < TOKENS or stats.built_late
+    batch = mlx_mtp.BatchGenerator(model, max_tokens=20, **FIXED)
+    batch.insert(prompts)
+    for prompt, answer in zip(prompts, drained(batch), strict=True):
+        assert [response.token for response in answer] == (PROMPT + text)[len(prompt) :][:20]
 
 
 @pytest.mark.parametrize("name", sampled(["recurrent_gemma"], stateful.OF_TYPE))
