@@ -5,6 +5,7 @@ from typing import Any
 
 from ..machine.ranges import Allowed, IntegerChoice, Range
 from .arrays import StateCache
+from .convolution import ConvolutionCache
 from .drafting import drafting_parts
 from .growing import LinearKVCache, QuantizedLinearKVCache
 from .layer_cache import CachedModel, CacheKind, LayerCache, OncePerPass
@@ -13,7 +14,9 @@ from .recurrent import RecurrentCache
 from .ring import QuantizedSlidingKVCache, Ring, SlidingKVCache
 
 # Kinds without keys and values, by the name that their `config` has in files.
-BY_NAME: dict[str, type[Any]] = {kind.name: kind for kind in (RecurrentCache, StateCache, MlxLmCaches)}
+BY_NAME: dict[str, type[Any]] = {
+    kind.name: kind for kind in (RecurrentCache, ConvolutionCache, StateCache, MlxLmCaches)
+}
 GROUP_SIZES = (32, 64, 128)  # supported by MLX's quantization
 MOST_POSITIONS = 2**30  # of a cache: MLX's shapes and positions are int32, and buffers are rounded up
 BITS = (2, 3, 4, 5, 6, 8)

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from .arrays import StateCache
+from .convolution import ConvolutionCache, ConvolutionRows
 from .growing import LinearKVCache, QuantizedLinearKVCache, QuantizedStorage, round_up
 from .layer_cache import LayerCache, OncePerPass, Parts
 from .recurrent import RecurrentCache
@@ -215,6 +216,10 @@ class PooledArrays(StateCache):
         self.parts = tuple([mx.where(chosen.reshape(-1, *[1] * (a.ndim - 1)), a, b) for a, b in pairs])
 
 
+class PooledConvolution(ConvolutionRows, PooledState):
+    """The input rows of one layer's convolution of n sequences."""
+
+
 def row_of(parts: Parts, row: int) -> Parts:
     """Return a copy of one sequence's row of each array."""
     return tuple(mx.contiguous(part[row : row + 1]) for part in parts)
@@ -252,6 +257,7 @@ POOLS: dict[type[Any], type[Any]] = {
     QuantizedSlidingKVCache: QuantizedPooledKV,
     RecurrentCache: PooledState,
     StateCache: PooledArrays,
+    ConvolutionCache: PooledConvolution,
 }
 
 
@@ -265,8 +271,8 @@ def pooled(cache: Any, ring: Ring | None) -> Any:
     if pool is None:
         supported = ", ".join(kind.__name__ for kind in POOLS)
         raise ValueError(f"{type(cache).__name__}: no pool holds this kind of cache; supported are {supported}")
-    if pool is PooledState:
-        return pool()
     if pool is PooledArrays:
         return pool(cache.count)
+    if cache.is_state:
+        return pool()
     return pool(cache.group_size, cache.bits, ring) if pool is QuantizedPooledKV else pool(ring)

@@ -7,8 +7,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache
 from mlx_lm.models.cache import make_prompt_cache as mlx_lm_caches_of
 
+from ..cache.convolution import ConvolutionCache
 from ..cache.from_mlx_lm import kind_of
 from .blocks import BlockEmbedding, BlockLinear
 from .lm_head import logits_of
@@ -30,6 +32,7 @@ class MadeForm:
     width, dtype: of a hidden row. no_bits: why keys and values cannot be quantized. head_dim: a number that divides
     every head size of quantized keys and values. layers: those whose streams can be captured, () if none can, and
     `no_streams` is why. outputs: one of each. embedding, head: the embedding and LM head, if they are modules.
+    convolutions: for each kind that is a ConvolutionCache its convolution.
     """
 
     kinds: list[Any]
@@ -44,6 +47,7 @@ class MadeForm:
     no_streams: str | None = None
     embedding: Any = None
     head: Any = None
+    convolutions: Sequence[Any] = ()
 
 
 def take_form(model: Any, tokens: mx.array) -> None:
@@ -60,12 +64,40 @@ def take_form(model: Any, tokens: mx.array) -> None:
             break
         unnote(module)
         model.form.inner = None
+    _take_convolutions(model, tokens)
     rows = model.hidden(tokens, mlx_lm_caches_of(model))
     model.form.width, model.form.dtype = rows.shape[-1], rows.dtype
     try:
         _take_streams(model, tokens, rows)
     except (ValueError, TypeError, AttributeError, LookupError) as e:
         model.form.layers, model.form.no_streams = (), str(e)
+
+
+def _take_convolutions(model: Any, tokens: mx.array) -> None:
+    """Find the layers whose only state is the last rows of a convolution's input: they need no `StateCache`."""
+    form, caches = model.form, mlx_lm_caches_of(model)
+    modules = [module for module in model.modules() if type(module) is nn.Conv1d]
+    for module in modules:
+        note(module)
+    with noting(modules) as found:
+        model(tokens, cache=caches)
+    for i, cache in enumerate(caches):
+        state = cache[0] if type(cache) is ArraysCache and len(cache.cache) == 1 else None
+        pairs = zip(modules, found, strict=True)
+        if owner := next((module for module, calls in pairs if _ends_with(calls, tokens.shape[1], state)), None):
+            form.kinds[i], form.convolutions = ConvolutionCache, [*form.convolutions, owner]
+    kept = {id(module) for module in form.convolutions}
+    for module in modules:
+        if id(module) not in kept:
+            unnote(module)
+
+
+def _ends_with(calls: list[Any], rows: int, state: Any) -> bool:
+    """Return whether the only call's input has as many rows as a state, and `rows` more, and ends with the state."""
+    if len(calls) != 1 or getattr(state, "ndim", 0) != 3:
+        return False
+    given = calls[0].given[0]
+    return given.shape[1] == rows + state.shape[1] and bool(mx.array_equal(given[:, rows:], state).item())
 
 
 def _is_inner(model: Any, tokens: mx.array) -> bool:
