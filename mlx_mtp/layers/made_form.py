@@ -75,21 +75,18 @@ def take_form(model: Any, tokens: mx.array) -> None:
 
 def _take_convolutions(model: Any, tokens: mx.array) -> None:
     """Find the layers whose only state is the last rows of a convolution's input: they need no `StateCache`."""
-    form, caches = model.form, mlx_lm_caches_of(model)
-    modules = [module for module in model.modules() if type(module) is nn.Conv1d]
+    caches = mlx_lm_caches_of(model)
+    alone = {i: c for i, c in enumerate(caches) if type(c) is ArraysCache and len(c.cache) == 1}
+    modules = [module for module in model.modules() if alone and type(module) is nn.Conv1d]
     for module in modules:
         note(module)
-    with noting(modules) as found:
-        model(tokens, cache=caches)
-    for i, cache in enumerate(caches):
-        state = cache[0] if type(cache) is ArraysCache and len(cache.cache) == 1 else None
+    if modules:
+        with noting(modules) as found:
+            model(tokens, cache=caches)
+    for i, cache in alone.items() if modules else ():
         pairs = zip(modules, found, strict=True)
-        if owner := next((module for module, calls in pairs if _ends_with(calls, tokens.shape[1], state)), None):
-            form.kinds[i], form.convolutions = ConvolutionCache, [*form.convolutions, owner]
-    kept = {id(module) for module in form.convolutions}
-    for module in modules:
-        if id(module) not in kept:
-            unnote(module)
+        if owner := next((module for module, calls in pairs if _ends_with(calls, tokens.shape[1], cache[0])), None):
+            model.form.kinds[i], model.form.convolutions = ConvolutionCache, [*model.form.convolutions, owner]
 
 
 def _ends_with(calls: list[Any], rows: int, state: Any) -> bool:
