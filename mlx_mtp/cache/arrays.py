@@ -34,16 +34,6 @@ class StateCache(LayerCache, ArraysCache):
         """The arrays after the last row that was read."""
         return self.parts[-self.count :]
 
-    @property
-    def oldest(self) -> Parts:
-        """The arrays before the last verify; with those of a final pass, the newest ones."""
-        return self.parts[: self.count]
-
-    @property
-    def undoes(self) -> bool:
-        """Whether the arrays before the last pass are kept."""
-        return len(self.parts) > self.count
-
     def __getitem__(self, i: Any) -> Any:
         stored = self.newest or (None,) * self.count
         found = [self.assigned.get(j, array) for j, array in enumerate(stored)]

@@ -192,7 +192,8 @@ class PooledState(RecurrentCache):
         self.parts = tuple([gather(parts[0], parts[1:], index) for parts in zip(*rows, strict=True)])
 
     def copied(self, parts: Parts, row: int) -> Parts:
-        return row_of(parts, row)
+        """Return a copy of one sequence's row of `parts`."""
+        return tuple(mx.contiguous(part[row : row + 1]) for part in parts)
 
 
 class PooledArrays(StateCache):
@@ -207,8 +208,7 @@ class PooledArrays(StateCache):
         every = [cache.newest for cache in (self, *newcomers) if cache.parts]
         self.parts = tuple([gather(parts[0], parts[1:], index) for parts in zip(*every, strict=True)])
 
-    def copied(self, parts: Parts, row: int) -> Parts:
-        return row_of(parts, row)
+    copied: Any = PooledState.copied
 
     def choose(self, chosen: mx.array, other: Parts) -> None:
         """Replace the arrays of the sequences that are not `chosen`, bool [n], by those of `other`."""
@@ -218,11 +218,6 @@ class PooledArrays(StateCache):
 
 class PooledConvolution(ConvolutionRows, PooledState):
     """The input rows of one layer's convolution of n sequences."""
-
-
-def row_of(parts: Parts, row: int) -> Parts:
-    """Return a copy of one sequence's row of each array."""
-    return tuple(mx.contiguous(part[row : row + 1]) for part in parts)
 
 
 def _positions_from(start: mx.array, rows: int) -> mx.array:

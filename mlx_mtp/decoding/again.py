@@ -28,11 +28,11 @@ def read_kept(model: Target, cache: StepCache, kept: Rows[KeptRows | None], veri
     below `verified`. Nothing happens to states that do not contain rejected rows any more. After an error, as
     KernelRefused, the cache is as it was.
     """
-    states: list[Any] = [c for c in cache.layers if c.rereads and c.undoes]
+    states: list[Any] = [c for c in cache.layers if c.rereads and len(c.parts) > c.count]
     short = sorted({len(k[1]) for k in kept if k and len(k[1]) < verified}) if states else []
     if not short:
         return False
-    mark, before, pooled = cache.mark(), [c.oldest for c in states], isinstance(cache, Pool)
+    mark, before, pooled = cache.mark(), [c.parts[: c.count] for c in states], isinstance(cache, Pool)
     bases, tokens = zip(*(k or (0, []) for k in kept), strict=True)
     counts, place = mx.array([*map(len, tokens)]), mx.array(bases) if pooled else bases[0]
     try:
