@@ -206,6 +206,8 @@ class PooledArrays(StateCache):
     def regroup(self, index: mx.array, newcomers: Sequence[Any]) -> None:
         """Change the sequences of the next pass, none of which has rejected rows; arguments: as in `PooledState`."""
         every = [cache.newest for cache in (self, *newcomers) if cache.parts]
+        if len({tuple(part.shape[1:] for part in parts) for parts in every}) > 1:
+            raise ValueError("its layers' states have a size that depends on the length of a text")
         self.parts = tuple([gather(parts[0], parts[1:], index) for parts in zip(*every, strict=True)])
 
     copied: Any = PooledState.copied

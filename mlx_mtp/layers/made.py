@@ -142,7 +142,8 @@ class Made(WithHeads, Plain):
         return hidden if self.form.inner is None else super().logits(hidden)
 
     def cached_layers(self) -> list[Any]:
-        return list(self.form.layers)
+        kinds = self.form.kinds[-len(self.form.layers) :]
+        return [layer for layer, kind in zip(self.form.layers, kinds, strict=False) for _ in flat([kind])]
 
 
 def forward_after(model: Any, rows: mx.array) -> mx.array:

@@ -89,13 +89,13 @@ def test_an_end_anywhere_and_files(name, monkeypatch, tmp_path):
 def test_several_sequences(name, monkeypatch):
     """Sequences of a pool reject different numbers of rows in one cycle, join and end."""
     model, text = made(name)
-    assert model.runtime.alone is None
+    assert (model.runtime.alone is None) == (name != "longcat_flash_ngram"), model.runtime.alone
     monkeypatch.setattr(model, "drafter", OracleDrafts(model, PROMPT + text, each_length(len(PROMPT))))
-    prompts, ends = [PROMPT, (PROMPT + text)[:17], (PROMPT + text)[:12]], [TOKENS - 8, 11, 19]
+    prompts, ends = [PROMPT, (PROMPT + text)[:17], (PROMPT + text)[:12], PROMPT[:1]], [TOKENS - 8, 11, 19, 3]
     batch = mlx_mtp.BatchGenerator(model, **FIXED, completion_batch_size=2)
     batch.insert(prompts, ends)
     for prompt, n, answer in zip(prompts, ends, drained(batch), strict=True):
-        rest = (PROMPT + text)[len(prompt) :]
+        rest = (PROMPT + text)[len(prompt) :] if len(prompt) > 1 else greedy(model, prompt, 8)
         assert [response.token for response in answer] == rest[:n]
         kept = answer[-1].prompt_cache
         assert text_of(model, rest[n - 1 : n], 5, prompt_cache=kept, **FIXED) == rest[n : n + 5]
