@@ -25,8 +25,7 @@ class StateCache(LayerCache, ArraysCache):
     def __init__(self, count: int):
         self.count, self.once, self.lengths = count, OncePerPass(), None
         self.offset: Any = 0
-        self.limit = 0
-        self.parts: Parts = ()
+        self.limit, self.parts = 0, ()
         self.assigned: dict[int, mx.array] = {}  # by the pass that is being built
 
     @property

@@ -7,37 +7,31 @@ import mlx.core as mx
 from .recurrent import RecurrentCache
 
 
-class ConvolutionRows:
-    """Mixin of a recurrent cache in place of mlx-lm's ArraysCache of one array: a convolution's last input rows.
+class ConvolutionCache(RecurrentCache):
+    """The input rows of a layer's convolution, in place of mlx-lm's ArraysCache of one array.
 
     The layer assigns the rows after its last one only. `passed` takes the convolution's whole input from `input`
     instead, which the caller of the layer sets, so that those after any row of a verify are known. State and tape of
-    the recurrent cache are zeros.
+    the recurrence are zeros.
     """
 
     name = "convolution"
     lengths = None
     input: Any = None
-    parts: Any
 
     def __getitem__(self, i: int) -> Any:
         if not self.parts:
             return (None,)[i]
-        rows = self.parts[2]
-        tape = self.parts[3].shape[1] if len(self.parts) > 3 else 0
-        return (self.convolved(rows[:, :0], 1 + rows.shape[1] - tape),)[i]  # type: ignore[attr-defined]
+        _, _, rows, *tape = self.parts
+        return (self.convolved(rows[:, :0], 1 + rows.shape[1] - sum(part.shape[1] for part in tape)),)[i]
 
     def __setitem__(self, i: int, array: mx.array) -> None:
         """Do nothing: see `passed`."""
 
     def advance(self, *given: Any) -> None:
         if len(given) > 1:  # not the layer's own call
-            super().advance(*given)  # type: ignore[misc]
+            super().advance(*given)
 
     def passed(self, sequences: int, rows: int) -> None:
         state, (inputs, self.input) = mx.zeros((sequences, 1, 1, 1)), (self.input, None)
         self.advance(state, state, inputs, (mx.zeros((sequences, rows, 1, 1, 1)),))
-
-
-class ConvolutionCache(ConvolutionRows, RecurrentCache):
-    """The input rows of one layer's convolution of one sequence (B = 1)."""

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from .arrays import StateCache
-from .convolution import ConvolutionCache, ConvolutionRows
+from .convolution import ConvolutionCache
 from .growing import LinearKVCache, QuantizedLinearKVCache, QuantizedStorage, round_up
 from .layer_cache import LayerCache, OncePerPass, Parts
 from .recurrent import RecurrentCache
@@ -218,7 +218,7 @@ class PooledArrays(StateCache):
         self.parts = tuple([mx.where(chosen.reshape(-1, *[1] * (a.ndim - 1)), a, b) for a, b in pairs])
 
 
-class PooledConvolution(ConvolutionRows, PooledState):
+class PooledConvolution(ConvolutionCache, PooledState):
     """The input rows of one layer's convolution of n sequences."""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..cache.convolution import ConvolutionRows
+from ..cache.convolution import ConvolutionCache
 from ..cache.from_mlx_lm import flat, passing
 from ..cache.layer_cache import CacheKind
 from ..cache.mlx_lm_caches import MlxLmCaches
@@ -110,7 +110,7 @@ class Made(WithHeads, Plain):
 
     def forward(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
         """Return the logits of mlx-lm's forward of tokens [n, L] on this package's caches, or on mlx-lm's."""
-        kept = [c for c in cache if isinstance(c, ConvolutionRows)]
+        kept = [c for c in cache if isinstance(c, ConvolutionCache)]
         with passing(cache, self.form.kinds, tokens.shape) as layers, noting(self.form.convolutions) as calls:
             logits = self(tokens, cache=layers)  # type: ignore[operator]
             for c, (call,) in zip(kept, calls, strict=True) if kept else ():
