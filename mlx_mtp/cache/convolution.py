@@ -8,7 +8,7 @@ from .recurrent import RecurrentCache
 
 
 class ConvolutionCache(RecurrentCache):
-    """The input rows of a layer's convolution, in place of mlx-lm's ArraysCache of one array.
+    """The input rows of a layer's convolution, where mlx-lm has an ArraysCache of one array.
 
     The layer assigns the rows after its last one only. `passed` takes the convolution's whole input from `input`
     instead, which the caller of the layer sets, so that those after any row of a verify are known. State and tape of

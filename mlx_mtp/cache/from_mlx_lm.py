@@ -68,8 +68,8 @@ def flat(kinds: Sequence[Any]) -> list[Any]:
 def passing(layers: Sequence[Any], kinds: Sequence[Any], shape: Sequence[int]) -> Iterator[list[Any]]:
     """Context that yields the caches for one forward of a model of mlx-lm's over tokens of a shape, (n, L).
 
-    layers: this package's, as many as `flat` kinds, or mlx-lm's own. kinds: of mlx-lm's caches, by `kind_of`; the
-    yielded caches are in lists where these are.
+    layers: this package's, one per kind in `flat(kinds)`, or mlx-lm's own. kinds: of mlx-lm's caches, by `kind_of`;
+    the yielded caches are in lists where these are.
     """
     ours, rest = [c for c in layers if isinstance(c, LayerCache)], iter(layers)
     for c in ours:

@@ -31,7 +31,7 @@ class Controller:
     read the drafter's confidence. masked: whether to try plans that mask all drafts by a grammar. known: costs
     measured in earlier sequences; they are copied. names: the drafters' names in plans. growth: how the cost of a
     cycle grows with its drafts, for lengths that were not measured. rereads: after a rejected draft the accepted rows
-    are read again, which costs as much as reading all rows.
+    are read again, at the cost of reading all rows.
     """
 
     def __init__(
