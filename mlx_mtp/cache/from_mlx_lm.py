@@ -60,7 +60,7 @@ def kind_of(cache: Any) -> Any:
 
 
 def flat(kinds: Sequence[Any]) -> list[Any]:
-    """Return a list without the lists in it, whose members take their place."""
+    """Return a list of all members of a list and, where a member is a list, of that list's members."""
     return [kind for each in kinds for kind in (each if isinstance(each, list) else (each,))]
 
 

@@ -19,6 +19,7 @@ from mlx_mtp.cache.convolution import ConvolutionCache
 from mlx_mtp.cache.from_mlx_lm import flat, from_mlx_lm, kind_of, passing
 from mlx_mtp.cache.pieces import checkpoint_of, cut, join
 from mlx_mtp.decoding.drafters.small_model import SmallModel
+from mlx_mtp.tuning.row_findings import RowFinding
 
 TYPES = sampled(
     ["mamba", "falcon_h1", "baichuan_m1", "kimi_linear", "longcat_flash_ngram", "gemma3n"], stateful.OF_TYPE
@@ -246,6 +247,15 @@ def test_a_list_of_mlx_lms_empty_caches():
         text_of(model, prompt_cache=mlx_lm_caches_of(model)[:-1])
 
 
+@pytest.mark.filterwarnings("ignore:.*num_key_value_heads")
+def test_rows_are_checked(tmp_path, own_cache):
+    """Also after a part of them was kept."""
+    path, _ = headless(tmp_path, CONFIGS["mamba2"])
+    model = mlx_mtp.load_model(path, mtp=False)
+    assert mlx_mtp.check_rows(model, PROMPT, contexts=(0, 20)) == {1: RowFinding(16), 20: RowFinding(16)}
+
+
+@pytest.mark.filterwarnings("ignore:.*num_key_value_heads")
 def test_a_drafter_cannot_have_states(tmp_path):
     target, _ = headless(tmp_path / "target", CONFIGS["starcoder2"])
     small, _ = headless(tmp_path / "small", CONFIGS["mamba2"])
