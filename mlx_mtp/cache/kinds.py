@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..machine.ranges import Allowed, IntegerChoice, Range
+from .arrays import StateCache
+from .convolution import ConvolutionCache
 from .drafting import drafting_parts
 from .growing import LinearKVCache, QuantizedLinearKVCache
 from .layer_cache import CachedModel, CacheKind, LayerCache, OncePerPass
@@ -12,7 +14,9 @@ from .recurrent import RecurrentCache
 from .ring import QuantizedSlidingKVCache, Ring, SlidingKVCache
 
 # Kinds without keys and values, by the name that their `config` has in files.
-BY_NAME: dict[str, type[Any]] = {kind.name: kind for kind in (RecurrentCache, MlxLmCaches)}
+BY_NAME: dict[str, type[Any]] = {
+    kind.name: kind for kind in (RecurrentCache, ConvolutionCache, StateCache, MlxLmCaches)
+}
 GROUP_SIZES = (32, 64, 128)  # supported by MLX's quantization
 MOST_POSITIONS = 2**30  # of a cache: MLX's shapes and positions are int32, and buffers are rounded up
 BITS = (2, 3, 4, 5, 6, 8)
@@ -30,11 +34,11 @@ def make_cache(
 ) -> Any:
     """Return the empty cache of one layer; with `bits`, keys and values are quantized in groups of `group_size`.
 
-    window: the number of positions kept, or a Ring that layers share; None for all; or a class of cache, which is
-    created without the other arguments. start: the first position with contents. keep: the number
+    window: the number of positions kept, or a Ring that layers share; None for all; or a function or class that
+    returns another cache, without the other arguments. start: the first position with contents. keep: the number
     of the window's positions that are the sequence's first ones; a given Ring has its own.
     """
-    if isinstance(window, type):
+    if callable(window):
         return window()
     if window is None:
         return LinearKVCache(start) if bits is None else QuantizedLinearKVCache(group_size, bits, start)

@@ -18,6 +18,7 @@ from ..cache.pool import Pool
 from ..cache.prompt_cache import PromptCache, make_prompt_cache
 from ..cache.slots import Span
 from ..cache.step_cache import CacheArrays
+from ..decoding.again import read_kept
 from ..layers.made import Made, Plain
 from ..layers.made_form import distance, take_form
 from ..machine.errors import first_line
@@ -101,6 +102,8 @@ def _with_rejected(model: Any, kept: mx.array, cache: PromptCache) -> mx.array:
     rejected = (kept[:, :REJECTED] + 1) % model.vocab_size
     logits = _ours(model, mx.concatenate([kept, rejected], axis=1), cache)
     cache.rollback(mx.array([REJECTED]))
+    read_kept(model, cache, [(PROMPT, kept[0].tolist())], KEPT + REJECTED)  # type: ignore[arg-type]
+    cache.to_device()
     return logits[:, : kept.shape[1]]
 
 
@@ -126,7 +129,7 @@ def _check_pool(model: Any, tokens: mx.array, whole: mx.array, limit: float) -> 
     """Raise ValueError if the logits of a sequence differ in a pass with another one."""
     first, second = make_prompt_cache(model), make_prompt_cache(model)
     prompt, kept = tokens[:, :PROMPT], tokens[:, PROMPT : PROMPT + KEPT]
-    for cache, ids in ((first, prompt), (second, prompt[:, ::2])):
+    for cache, ids in ((first, prompt), (second, prompt[:, :1])):
         _ours(model, ids, cache)
         cache.settle(ids[0].tolist())  # type: ignore[arg-type]
     pool = Pool(first)
@@ -140,6 +143,8 @@ def _check_bits(model: Any, tokens: mx.array, whole: mx.array) -> None:
     cache = make_prompt_cache(model)
     _ours(model, tokens, cache)
     sizes = [part.shape[-1] for c in cache.layers if not c.is_state for part in c.parts]
+    if not sizes:
+        raise ValueError("layers without keys and values")
     model.form.head_dim, model.form.no_bits = math.gcd(*sizes), None
     group_size = group_size_for(model)
     if model.form.head_dim % group_size:

@@ -8,6 +8,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..cache.arrays import rereads
 from ..decoding.drafters import drafter_of
 from ..decoding.drafters.small_model import SmallModel
 from ..decoding.graph_memory import nbytes
@@ -52,6 +53,8 @@ def attach_small_model(model: Any, path: Path, budget: Budget, *, lazy: bool) ->
         small = load_port(port, path, config, NO_HEADS, own, lazy=lazy)
     else:
         small = load_made(path, config, NO_HEADS, own, lazy=lazy)
+    if rereads(small):
+        raise ValueError(f"draft_model={path}: omit it; rejected drafts would stay in its layers' states")
     small.eval()
     model.drafter = SmallModel(small, model.vocab_size, path)
     model["drafter"] = small  # so that its parameters are among the model's
