@@ -1,7 +1,5 @@
 """Small values of the fields of mlx-lm's configurations, and what single model types need instead."""
 
-import itertools
-
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD, VOCAB, WINDOW, EXPERTS = 64, 96, 4, 2, 16, 128, 8, 4
 LAYERS = 4
 SLIDING, FULL = "sliding_attention", "full_attention"
