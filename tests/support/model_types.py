@@ -57,20 +57,22 @@ def _small(arguments: type, model_type: str, outer: str) -> dict:
 
 
 def random_weights(shapes: dict[str, mx.array], seed: int = 0) -> dict[str, mx.array]:
-    """Return random values for a model's parameters; norms are near one, biases of experts positive."""
+    """Return random values for a model's parameters; norms are near one, biases small and positive."""
     rng = np.random.default_rng(seed)
 
     def draw(name: str, like: mx.array) -> mx.array:
         if like.dtype == mx.uint32:
             return mx.array(rng.integers(0, 2**32, like.shape, dtype=np.uint32))
         values = rng.standard_normal(like.shape, dtype=np.float32)
-        if "norm" in name:
-            values = 1 + 0.1 * values
-        elif name.endswith("signs"):
+        if name.endswith("signs"):
             values = np.sign(values)
+        elif name.endswith("bias"):
+            values = 0.05 * np.abs(values)
+        elif "norm" in name or ".ln" in name:
+            values = 1 + 0.1 * values
         else:
-            values *= 0.25
-        return mx.array(np.abs(values) if name.endswith("correction_bias") else values).astype(like.dtype)
+            values *= 0.08 if "emb" in name or "wte" in name else 0.3
+        return mx.array(values).astype(like.dtype)
 
     return {name: draw(name, like) for name, like in shapes.items()}
 

@@ -1,7 +1,7 @@
 """Small values of the fields of mlx-lm's configurations, and what single model types need instead."""
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD, VOCAB, WINDOW, EXPERTS = 64, 96, 4, 2, 16, 128, 8, 4
-LAYERS = 4
+LAYERS = 2  # one dense, one with experts; one with a window, one without; one recurrent, one not
 SLIDING, FULL = "sliding_attention", "full_attention"
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
@@ -67,7 +67,7 @@ SMALL = {
     **_every("a_low_rank_dim v_low_rank_dim gate_low_rank_dim decay_low_rank_dim time_step_rank", 8),
     **_every("linear_allow_neg_eigval", True),
     "mlp_only_layers": [0],
-    "layer_types": [SLIDING, FULL] * 2,
+    "layer_types": [SLIDING, FULL],
     "mamba_chunk_size": 16,
     "rope_scaling": None,
 }
@@ -83,119 +83,151 @@ YARN = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-MLA = {"linear_attn_config": {"kda_layers": [1, 3], "full_attn_layers": [2, 4], "num_heads": 4, "head_dim": HEAD}}
-MLA["linear_attn_config"]["short_conv_kernel_size"] = 3
+KIMI = {
+    "linear_attn_config": {
+        "kda_layers": [1],
+        "full_attn_layers": [2],
+        "num_heads": 4,
+        "head_dim": HEAD,
+        "short_conv_kernel_size": 3,
+    }
+}
 BY_LAYER = {"rope_parameters": {SLIDING: ROPE, FULL: ROPE}}
-HYBRID = ["linear_attention", FULL] * 2
+# Two more layers, which share the keys of the two before.
+SHARING = {
+    "num_hidden_layers": 4,
+    "layer_types": [SLIDING, FULL] * 2,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 16,
+}
+CONVOLUTIONS = {"layer_types": ["conv", FULL]}
 
 # What a type needs besides or instead of the table above.
 EXCEPTIONS = {
-    "afm7": {"num_kv_reuse_layers": 2},
-    "baichuan_m1": {"conv_window": 2, "sliding_window_layers": [0, 2]},
+    "afm7": {"num_layers": 3, "num_kv_reuse_layers": 1},
+    "baichuan_m1": {"conv_window": 2, "sliding_window_layers": [0]},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "deepseek_v2": {"rope_scaling": YARN, "topk_method": "greedy", "n_group": 2},
     "deepseek_v41": {
+        "num_hidden_layers": 4,
         "compress_ratios": [0, 2, 2, 0],
         "kv_source_layer_ids": [1],
         "index_source_layer_ids": [1],
         "o_groups": 2,
     },
     "exaone4": {"sliding_window_pattern": "LG"},
-    "exaone_moe": {"is_moe_layer": [False, True, True, True]},
-    "falcon_h1": {"mamba_d_ssm": 64, "mamba_d_head": 16},
-    "gear": {"layer_types": [SLIDING, FULL, "conv_mixer", FULL]},
+    "exaone_moe": {"is_moe_layer": [False, True]},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "gear": {"num_hidden_layers": 3, "layer_types": [SLIDING, FULL, "conv_mixer"]},
     "gemma3n": {
-        "num_kv_shared_layers": 2,
+        **SHARING,
         "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0],
-        "hidden_size_per_layer_input": 16,
         "altup_num_inputs": 2,
         "altup_coef_clip": 120.0,
         "altup_active_idx": 0,
         "laurel_rank": 8,
     },
     "gemma4": {"enable_moe_block": False},
-    "gemma4_text": {
-        "enable_moe_block": True,
-        "num_kv_shared_layers": 2,
-        "hidden_size_per_layer_input": 16,
-        "moe_intermediate_size": 32,
-    },
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "gemma4_text": {**SHARING, "enable_moe_block": True},
     "glm_moe_dsa": {"rope_parameters": ROPE},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "hunyuan": {
         "cla_share_factor": 2,
         "use_cla": True,
         "rope_scaling": {"type": "dynamic", "alpha": 4.0, "factor": 1.0},
     },
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2},
-    "kimi_k3": MLA,
-    "kimi_linear": MLA,
-    "laguna": {"mlp_layer_types": ["dense", *["sparse"] * 3]},
+    "kimi_k3": {
+        **KIMI,
+        "attn_res_block_size": 2,
+        "mla_use_output_gate": True,
+        "routed_expert_hidden_size": 32,
+        "latent_moe_use_norm": True,
+    },
+    "kimi_linear": KIMI,
+    "laguna": {"mlp_layer_types": ["dense", "sparse"]},
     "lfm2": {
+        **CONVOLUTIONS,
         "block_multiple_of": 8,
         "block_ffn_dim_multiplier": 1.0,
         "block_auto_adjust_ff_dim": False,
-        "layer_types": ["conv", FULL] * 2,
     },
-    "lfm2_moe": {"use_expert_bias": True, "layer_types": ["conv", FULL] * 2},
-    "llama": {"sliding_window": WINDOW},
-    "llama4": {"num_experts_per_tok": 1, "attention_chunk_size": 8, "interleave_moe_layer_step": 2},
-    "llama4_text": {"no_rope_layers": [1, 1, 1, 0]},
+    "lfm2_moe": {**CONVOLUTIONS, "use_expert_bias": True},
+    # Every fourth layer attends to all chunks.
+    "llama4": {
+        "num_hidden_layers": 4,
+        "num_experts_per_tok": 1,
+        "attention_chunk_size": WINDOW,
+        "interleave_moe_layer_step": 2,
+    },
+    "llama4_text": {"no_rope_layers": [1, 0]},
     "longcat_flash": {"attention_method": "MLA", "zero_expert_type": "identity"},
     "mamba2": {"time_step_limit": [0.0, 100.0]},
     "mellum": BY_LAYER,
-    "minicpm3": {
-        "rope_scaling": {"original_max_position_embeddings": 64, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    },
-    "ministral3": {"rope_parameters": YARN},
-    "mistral4": {"rope_parameters": YARN},
     "mimo_v2_flash": {
-        "hybrid_layer_pattern": [0, 1, 0, 1],
-        "moe_layer_freq": [0, 1, 1, 1],
+        "hybrid_layer_pattern": [0, 1],
+        "moe_layer_freq": [0, 1],
         "add_swa_attention_sink_bias": True,
         "add_full_attention_sink_bias": False,
     },
+    "minicpm3": {
+        "rope_scaling": {
+            "original_max_position_embeddings": 64,
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0] * 4,
+        }
+    },
+    "minimax_m3_vl": {
+        "mlp_layer_types": ["dense", "sparse"],
+        "moe_layer_freq": None,
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+    },
+    "ministral3": {"rope_parameters": YARN},
+    "mistral4": {"rope_parameters": YARN},
     "muse_spark": {
         "num_shared_experts": 0,
         "output_multiplier": 0.2,
-        "layer_rope_theta": [1e4, 0] * 2,
+        "layer_rope_theta": [1e4, 0],
         "moe_hidden_size": 32,
         "rope_parameters": ROPE,
     },
+    "nanbeige": {"num_loops": 2},
     "nemotron": {"hidden_act": "relu2"},
-    "nemotron_h": {"hybrid_override_pattern": "M*-E", "moe_shared_expert_intermediate_size": 32},
+    "nemotron_h": {
+        "num_hidden_layers": 4,
+        "hybrid_override_pattern": "M*-E",
+        "moe_shared_expert_intermediate_size": 32,
+    },
     "nemotron-nas": {
+        "num_hidden_layers": 4,
         "block_configs": [
             {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 1.5}},
             {"attention": {"no_op": True}, "ffn": {"ffn_mult": 1.5}},
             {"attention": {"n_heads_in_group": 2}, "ffn": {"no_op": True}},
             {"attention": {"replace_with_linear": True}, "ffn": {"replace_with_linear": True}},
-        ]
+        ],
     },
-    "olmo_hybrid": {"layer_types": HYBRID},
+    "olmo_hybrid": {"layer_types": ["linear_attention", FULL]},
     "openelm": {
         "ffn_dim_divisor": 16,
-        "num_query_heads": [4] * 4,
-        "num_kv_heads": [2] * 4,
-        "ffn_multipliers": [1.0, 1.5, 1.5, 2.0],
+        "num_query_heads": [4] * 2,
+        "num_kv_heads": [2] * 2,
+        "ffn_multipliers": [1.0, 1.5],
     },
-    "minimax_m3_vl": {
-        "mlp_layer_types": ["dense", *["sparse"] * 3],
-        "moe_layer_freq": None,
-        "index_block_size": 4,
-        "index_topk_blocks": 2,
-    },
+    # The model excludes tokens up to this size of the vocabulary.
     "phi3small": {
         "vocab_size": 100352,
-        "hidden_size": 16,
+        "hidden_size": HEAD,
         "ff_intermediate_size": 32,
         "dense_attention_every_n_layers": 2,
         "gegelu_limit": 20.0,
     },
     "plamo": {"n_shared_head": 2},
+    # Packed weights come in groups of 128.
     "prism_hadamard_qwen35": {
         "tensor_namespace": "mlx-vlm-qwen3_5",
         "quantization": {"bits": 2, "group_size": 128, "mode": "affine"},
@@ -207,9 +239,10 @@ EXCEPTIONS = {
     },
     "qwen3_5": {"num_experts": 0},
     "qwen3_5_moe": {"num_experts": EXPERTS},
-    "recurrent_gemma": {"block_types": ["recurrent", "attention"] * 2},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "smollm3": {"no_rope_layer_interval": 2},
     "spark2_5": BY_LAYER,
-    "step3p5": {"moe_layers_enum": "1,2,3"},
+    "step3p5": {"moe_layers_enum": "1"},
 }
 
 # Wrappers whose text_config is the configuration of another type.
