@@ -1,0 +1,114 @@
+"""Compare drafted text with mlx-lm's greedy text, for tiny checkpoints of any model type."""
+
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm import utils as mlx_lm_utils
+from mlx_lm.models.cache import make_prompt_cache
+
+import mlx_mtp
+from mlx_mtp.decoding.drafters.drafter import Drafter
+from mlx_mtp.decoding.run import NO_DRAFTS, Drafts
+from mlx_mtp.tuning.plan import Role
+
+# Each repeats itself, so that a lookup copies; one is longer than a window of 8, one is shorter.
+PROMPTS = [
+    [3, 4, 5, 6, 7, 8, 3, 4, 5],
+    [9, 2, 9, 2, 9],
+    [11, 12, 13, 14, 11, 12, 13, 14, 11, 12, 13, 14, 11, 12, 13, 15, 16, 11, 12],
+]
+
+
+class Wrong(Drafter):
+    """Drafts each sequence's true continuation, wrong from a random draft on; in some cycles all are right."""
+
+    source, role = "oracle", Role.MODEL
+    reads_hidden = in_step = False
+
+    def __init__(self, texts: list[list[int]], vocab: int, most: int, seed: int):
+        self.texts, self.vocab, self.most, self.random = texts, vocab, most, random.Random(seed)
+        self.wrong: set[int] = set()
+
+    def propose(self, frame: Any, run: Any, k: int) -> Drafts:
+        if not k:
+            return NO_DRAFTS
+        last = run.last.tolist()
+        return Drafts(mx.array([self.drafts(m, last[i], k) for i, m in enumerate(frame.members)], mx.int32))
+
+    def drafts(self, member: Any, last: int, k: int) -> list[int]:
+        if member is None:
+            return [0] * k
+        known = member.history.tokens.tolist()
+        text = next((text for text in self.texts if text[: len(known)] == known), self.texts[0])
+        end = member.base + last + 2
+        drafts = (text[end : end + k] + [0] * k)[:k]
+        if (at := self.random.randint(0, k)) < k:
+            drafts[at] = (drafts[at] + 1) % self.vocab
+        self.wrong.add(at)
+        return drafts
+
+
+def plain_text(model: Any, prompt: list[int], n: int) -> list[int]:
+    """Return n greedy tokens of mlx-lm's model with mlx-lm's caches."""
+    cache, tokens, found = make_prompt_cache(model), mx.array([prompt]), []
+    for _ in range(n):
+        tokens = mx.argmax(model(tokens, cache=cache)[:, -1:], axis=-1)
+        found += tokens[0].tolist()
+    return found
+
+
+def loaded(path: Path, **options: Any) -> tuple[Any, Any]:
+    """Return a checkpoint's model as this package loads it, and as mlx-lm does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return mlx_mtp.load_model(path, **options), mlx_lm_utils.load_model(path)[0]
+
+
+def drafts_allowed(model: Any) -> bool:
+    return model.windows() != [mlx_mtp.cache.mlx_lm_caches.MlxLmCaches]
+
+
+def drafted(model: Any, prompt: list[int], n: int, **options: Any) -> list[int]:
+    return [int(token) for token, *_ in mlx_mtp.generate_step(prompt, model, max_tokens=n, adaptive=False, **options)]
+
+
+def with_lookup(model: Any, prompt: list[int], n: int, **options: Any) -> list[int]:
+    return drafted(model, prompt, n, prompt_lookup=True, **options)
+
+
+def with_wrong(model: Any, text: list[int], prompt: list[int], n: int, k: int, seed: int, **options: Any) -> list[int]:
+    """Decode n tokens with drafts of which some are wrong. text: the true tokens from the cache's first one on."""
+    model.drafter = Wrong([text], model.vocab_size, k, seed)
+    try:
+        return drafted(model, prompt, n, num_draft_tokens=k, prompt_lookup=False, **options)
+    finally:
+        model.drafter = None
+
+
+def together(model: Any, prompts: list[list[int]], truths: list[list[int]], k: int, seed: int) -> list[list[int]]:
+    """Decode the prompts in one batch with drafts of which some are wrong."""
+    texts: list[list[int]] = [[] for _ in prompts]
+    full = [prompt + truth for prompt, truth in zip(prompts, truths, strict=True)]
+    model.drafter = Wrong(full, model.vocab_size, k, seed)
+    try:
+        batch = mlx_mtp.BatchGenerator(model, adaptive=False, num_draft_tokens=k)
+        batch.insert(prompts, [len(truth) for truth in truths])
+        while responses := batch.next_generated():
+            for response in responses:
+                texts[response.uid].append(response.token)
+        batch.close()
+    finally:
+        model.drafter = None
+    return texts
+
+
+def resumed(model: Any, file: Path, prompt: list[int], truth: list[int], at: int, k: int) -> list[int]:
+    """Decode with drafts of which some are wrong; save and load the cache after `at` tokens."""
+    cache, text = mlx_mtp.make_prompt_cache(model), prompt + truth
+    first = with_wrong(model, text, prompt, at, k, at, prompt_cache=cache)
+    mlx_mtp.save_prompt_cache(file, cache)
+    again = mlx_mtp.load_prompt_cache(file, model)
+    return first + with_wrong(model, text, (prompt + first)[-1:], len(truth) - at, k, at, prompt_cache=again)
