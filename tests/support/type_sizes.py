@@ -131,7 +131,12 @@ EXCEPTIONS = {
         "laurel_rank": 8,
     },
     "gemma4": {"enable_moe_block": False},
-    "gemma4_text": {**SHARING, "enable_moe_block": True},
+    "gemma4_text": {
+        **SHARING,
+        "enable_moe_block": True,
+        "partial_rotary_factor": 1.0,
+        "rope_parameters": {SLIDING: ROPE, FULL: {**ROPE, "rope_type": "proportional", "partial_rotary_factor": 0.5}},
+    },
     "glm_moe_dsa": {"rope_parameters": ROPE},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "hunyuan": {
@@ -175,6 +180,7 @@ EXCEPTIONS = {
     },
     "minicpm3": {
         "rope_scaling": {
+            "type": "longrope",
             "original_max_position_embeddings": 64,
             "short_factor": [1.0] * 4,
             "long_factor": [2.0] * 4,
@@ -237,7 +243,7 @@ EXCEPTIONS = {
             {"path": "model.layers.1.self_attn.q_proj", "embedding": False, "dtype": "float16", "block": 0},
         ],
     },
-    "qwen3_5": {"num_experts": 0},
+    "qwen3_5": {"num_experts": 0, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
     "qwen3_5_moe": {"num_experts": EXPERTS},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "smollm3": {"no_rope_layer_interval": 2},
