@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -13,9 +14,12 @@ import tiny
 from mlx.utils import tree_flatten
 from type_sizes import EXCEPTIONS, INSIDE, SMALL
 
-# Classes of mlx-lm for the text_config of a wrapper.
-TEXT_CLASSES = ("TextConfig", "TextArgs", "TextModelArgs")
-NEEDS = {"olmo": "mlx-lm's file ends the process unless the package ai2-olmo is installed"}
+from mlx_mtp.models import text_args
+
+# Types whose layers run Metal kernels that have no counterpart on a CPU.
+ONLY_METAL = ("bitnet", "muse_spark")
+# Packages that mlx-lm's modules import only to check that they are installed.
+PACKAGES = {"olmo": "hf_olmo"}
 
 
 def model_types() -> list[str]:
@@ -25,18 +29,19 @@ def model_types() -> list[str]:
 
 
 def module_of(model_type: str) -> ModuleType:
+    """Return mlx-lm's module of a type, also if a package that it checks for is missing."""
+    if package := PACKAGES.get(model_type):
+        sys.modules.setdefault(package, ModuleType(package))
     return importlib.import_module(f"mlx_lm.models.{model_type}")
 
 
 def tiny_config(model_type: str) -> dict:
     """Return a config.json of a few layers of every kind that the type has."""
-    config = _small(module_of(model_type).ModelArgs, model_type, model_type)
-    if "text_config" not in _fields(module_of(model_type).ModelArgs):
+    module, inner = module_of(model_type), INSIDE.get(model_type, model_type)
+    config = _small(module.ModelArgs, model_type, model_type)
+    if "text_config" not in _fields(module.ModelArgs):
         return config
-    inner = INSIDE.get(model_type, model_type)
-    module = module_of(inner)
-    (arguments,) = [getattr(module, name) for name in TEXT_CLASSES if hasattr(module, name)] or [module.ModelArgs]
-    return config | {"text_config": _small(arguments, inner, model_type)}
+    return config | {"text_config": _small(text_args(module, {"model_type": inner}), inner, model_type)}
 
 
 def _fields(arguments: type) -> dict[str, bool]:

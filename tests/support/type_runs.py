@@ -79,7 +79,9 @@ def with_lookup(model: Any, prompt: list[int], n: int, **options: Any) -> list[i
     return drafted(model, prompt, n, prompt_lookup=True, **options)
 
 
-def with_wrong(model: Any, text: list[int], prompt: list[int], n: int, k: int, seed: int, **options: Any) -> list[int]:
+def with_wrong(
+    model: Any, text: list[int], prompt: list[int], n: int, k: int, seed: int, **options: Any
+) -> list[int]:
     """Decode n tokens with drafts of which some are wrong. text: the true tokens from the cache's first one on."""
     model.drafter = Wrong([text], model.vocab_size, k, seed)
     try:
