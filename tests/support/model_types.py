@@ -3,7 +3,6 @@
 import dataclasses
 import importlib
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -14,12 +13,14 @@ import tiny
 from mlx.utils import tree_flatten
 from type_sizes import EXCEPTIONS, INSIDE, SMALL
 
-from mlx_mtp.models import text_args
+from mlx_mtp.models import find_family, text_args
 
-# Types whose layers run Metal kernels that have no counterpart on a CPU.
-ONLY_METAL = ("bitnet", "muse_spark")
-# Packages that mlx-lm's modules import only to check that they are installed.
-PACKAGES = {"olmo": "hf_olmo"}
+# Types that no CPU of ours runs, and why.
+NOT_RUN = {
+    "bitnet": "its layers run Metal kernels, which a CPU has not",
+    "muse_spark": "its layers run Metal kernels, which a CPU has not",
+    "olmo": "mlx-lm's own module needs the package ai2-olmo, and adds the word of a mask to scores",
+}
 
 
 def model_types() -> list[str]:
@@ -29,9 +30,6 @@ def model_types() -> list[str]:
 
 
 def module_of(model_type: str) -> ModuleType:
-    """Return mlx-lm's module of a type, also if a package that it checks for is missing."""
-    if package := PACKAGES.get(model_type):
-        sys.modules.setdefault(package, ModuleType(package))
     return importlib.import_module(f"mlx_lm.models.{model_type}")
 
 
@@ -41,7 +39,11 @@ def tiny_config(model_type: str) -> dict:
     config = _small(module.ModelArgs, model_type, model_type)
     if "text_config" not in _fields(module.ModelArgs):
         return config
-    return config | {"text_config": _small(text_args(module, {"model_type": inner}), inner, model_type)}
+    return config | {
+        "text_config": _small(
+            text_args(find_family({"model_type": model_type}), {"model_type": inner}), inner, model_type
+        )
+    }
 
 
 def _fields(arguments: type) -> dict[str, bool]:

@@ -14,10 +14,10 @@ def _every(names: str, value) -> dict:
 SMALL = {
     **_every("hidden_size n_embd d_model model_dim hidden_dim dim_model_base block_dim", HIDDEN),
     **_every("intermediate_size n_inner ff_intermediate_size ffn_hidden_size intermediate_size_mlp", INNER),
-    **_every("block_ff_dim dense_intermediate_size mlp_hidden_size", INNER),
+    **_every("block_ff_dim dense_intermediate_size", INNER),
     **_every("moe_intermediate_size expert_ffn_hidden_size moe_shared_expert_intermediate_size", 32),
     **_every("shared_expert_intermediate_size share_expert_dim shared_intermediate_size", 32),
-    **_every("vocab_size embedding_size num_vocab vocab_size_per_layer_input", VOCAB),
+    **_every("vocab_size num_vocab vocab_size_per_layer_input", VOCAB),
     **_every("num_hidden_layers num_layers n_layer n_layers num_transformer_layers", LAYERS),
     **_every("num_attention_heads num_heads n_head n_heads swa_num_attention_heads", HEADS),
     **_every("num_key_value_heads num_kv_heads n_kv_heads swa_num_key_value_heads num_attention_groups", KV_HEADS),
