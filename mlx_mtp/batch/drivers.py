@@ -13,10 +13,10 @@ from .settings import BatchSettings
 
 
 def is_lone(sequence: Sequence) -> bool:
-    """Return whether a sequence must decode alone: its caches are mlx-lm's, or its generation will quantize them."""
+    """Return whether a sequence must decode alone: because of its model or caches, or as it will quantize them."""
     cache, due, limit = sequence.cache, sequence.cache.quantizing, sequence.remaining
     reaches = due is not None and cache.offset <= due.start and (limit < 0 or due.start < cache.offset + limit)
-    return cache.is_mlx_lm or reaches
+    return cache.is_mlx_lm or cache.model.runtime.alone is not None or reaches
 
 
 class Drivers:

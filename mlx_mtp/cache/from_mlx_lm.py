@@ -1,12 +1,13 @@
-"""Replace a list of mlx-lm's empty caches by a PromptCache."""
+"""Replace mlx-lm's caches by this package's: a layer's by its kind, and a list of empty ones by a PromptCache."""
 
 from typing import Any
 
-from mlx_lm.models.cache import RotatingKVCache, _BaseCache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, _BaseCache
 
-from .layer_cache import CachedModel
+from .layer_cache import CachedModel, CacheKind
 from .mlx_lm_caches import MlxLmCaches
 from .prompt_cache import PromptCache, make_prompt_cache
+from .ring import Ring
 
 
 def from_mlx_lm(model: CachedModel, given: Any) -> Any:
@@ -35,3 +36,15 @@ def from_mlx_lm(model: CachedModel, given: Any) -> Any:
         cache.layers[0].caches = list(given)
     given[:] = [cache]
     return cache
+
+
+def kind_of(cache: Any) -> CacheKind | Ring:
+    """Return the kind, as `make_cache` takes it, of the cache that stores what a layer's cache of mlx-lm does.
+
+    ValueError for a class without a counterpart, a subclass included, because it may store something else.
+    """
+    if type(cache) is KVCache:
+        return None
+    if type(cache) is RotatingKVCache:
+        return Ring(cache.max_size, cache.keep) if cache.keep else cache.max_size
+    raise ValueError(f"its layers need a {type(cache).__name__}, whose rows cannot be taken back")

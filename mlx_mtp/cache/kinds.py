@@ -98,7 +98,8 @@ def group_size_for(model: CachedModel) -> int:
 
     Also 64 for a head size that neither divides; `check_layout` then refuses to quantize.
     """
-    head_dim = getattr(getattr(model, "args", None), "head_dim", None) or 64  # latent attention is not quantized
+    named = getattr(model, "head_dim", None) or getattr(getattr(model, "args", None), "head_dim", None)
+    head_dim = named or 64  # latent attention is not quantized
     return next((size for size in (64, 32) if head_dim % size == 0), 64)
 
 

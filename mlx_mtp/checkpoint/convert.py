@@ -32,7 +32,7 @@ from .convert_writer import Progress, Tensors
 from .files import read_config, read_tensors
 from .find_drafter import is_drafter
 from .head_self_test import check_runs
-from .load_plain import check_no_heads, convert_plain
+from .load_made import check_no_heads, convert_plain
 from .parameters import named, nan_codes, stored_name, trained
 from .report import Report, make_report
 from .separate_heads import is_split

@@ -1,7 +1,7 @@
 """Load a model with its MTP heads, and its tokenizer, from a directory, a GGUF file or the hub.
 
 mlx-lm's `load_model` builds the target and reads every quantization format; this room finds the heads by their
-tensors, checks the files, and tests the loaded heads. A family without a port decodes with mlx-lm's own model.
+tensors, checks the files, and tests the loaded heads. A family without a port gets one made of mlx-lm's own model.
 """
 
 import warnings
@@ -41,7 +41,7 @@ from .files import read_config
 from .find_drafter import joins_heads
 from .gguf.cached import find_checkpoint, find_heads
 from .head_self_test import FEW_TOKENS, WORDS, is_large, random_tokens, self_test
-from .load_plain import load_plain
+from .load_made import load_made
 from .report import drafting_bytes
 from .separate_heads import is_split
 from .small_model import attach_small_model, check_tokens, instead_of_heads, is_small_model
@@ -248,7 +248,7 @@ def _load(path: Path, config: dict, options: LoadOptions) -> Any:
     """Return the model with its heads and adapters, before tests, kernels and a draft vocabulary."""
     drafting, budget, ranks, lazy = options.drafting, options.budget, options.ranks, options.lazy
     port, small, drafter = find_port(config), None, None
-    if port and drafting.draft_model is not None:
+    if drafting.draft_model is not None:
         drafter = find_checkpoint(drafting.draft_model)
     drafting = replace(drafting, joins=drafter is not None and joins_heads(drafter))
     drafting.check()
@@ -258,8 +258,10 @@ def _load(path: Path, config: dict, options: LoadOptions) -> Any:
     if port is None:
         if ranks:
             raise ValueError(f"ranks={ranks.size}: model_type {config['model_type']!r} cannot be split; allowed is 1")
-        model = load_plain(path, config, drafting, budget, lazy=lazy)
+        model = load_made(path, config, drafting, budget, lazy=lazy)
         model.runtime.blind = open_vision(path, config, None, options.sight, 0)[1]
+        if drafter:
+            attach_small_model(model, drafter, budget, lazy=lazy)
     else:
         if drafter and is_split(drafter):
             drafting = replace(drafting, draft_model=None, mtp_path=drafter)

@@ -35,6 +35,7 @@ class Report:
     kernels: a line for each Metal kernel in use; not_exact: ops whose bits may depend on the number of rows.
     prefill_chunk: tokens per prefill chunk; None on a CPU.
     drafter: description of an external drafter, else ""; head_bytes and head_quantization then include it.
+    port: "written" in `models/`, "made" of mlx-lm's model and what it supports, or "none" and why it has no drafts.
     vision: the vision tower in words, or why there is none; "" for a family that reads no pictures.
     heads_source: where MTP heads that draft next to the drafter are, else ""; head_bytes counts both.
     """
@@ -64,6 +65,7 @@ class Report:
     prefill_chunk: int | None = None
     drafter: str = ""
     heads_source: str = ""
+    port: str = "written"
     vision: str = ""
 
     def __str__(self) -> str:
@@ -79,6 +81,7 @@ class Report:
         lines = [line for kernel in self.kernels for line in wrap(kernel)]
         return table(
             ("family", f"{self.family}, {self.layers} layers"),
+            ("port", self.port),
             ("target", self.target_bytes and f"{size(self.target_bytes)}, {self.target_quantization}"),
             ("drafter", self.drafter and f"{self.drafter}, {self.source}"),
             ("MTP heads", (self.heads or not self.drafter) and f"{found}, {self.heads_source or self.source}"),

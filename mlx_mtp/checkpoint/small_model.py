@@ -13,9 +13,10 @@ from ..decoding.drafters import drafter_of
 from ..decoding.drafters.small_model import SmallModel
 from ..decoding.graph_memory import nbytes
 from ..decoding.memory_needs import Budget
-from ..models import drafter_kinds, find_port
+from ..models import drafter_kinds, find_family, find_port
 from .build import load_port
 from .files import read_config, read_header
+from .load_made import load_made
 from .report import quantization, size
 from .sort_tensors import Drafting
 
@@ -25,12 +26,12 @@ TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tik
 
 
 def is_small_model(path: Path) -> bool:
-    """Return whether a directory holds a whole model of a family with a port, and no drafter of another kind.
+    """Return whether a directory holds a whole model of a known family, and no drafter of another kind.
 
     False also if its config.json or a weight file cannot be read.
     """
     with suppress(ValueError, OSError, KeyError, TypeError, RecursionError):
-        if find_port(config := json.loads((path / "config.json").read_text())) is None:
+        if find_family(config := json.loads((path / "config.json").read_text())) is None:
             return False
         names = read_header(sorted(path.glob("*.safetensors"))).keys()
         embedded = any("embed" in name.rpartition(".weight")[0].rpartition(".")[2] for name in names)
@@ -47,8 +48,10 @@ def attach_small_model(model: Any, path: Path, budget: Budget, *, lazy: bool) ->
     """
     config, bits = read_config(path), budget.layout.get("mtp_kv_bits")
     own = Budget(budget.context, budget.step, {"kv_bits": bits} if bits else {}, budget.ignore)
-    port: Any = find_port(config)
-    small = load_port(port, path, config, NO_HEADS, own, lazy=lazy)
+    if port := find_port(config):
+        small = load_port(port, path, config, NO_HEADS, own, lazy=lazy)
+    else:
+        small = load_made(path, config, NO_HEADS, own, lazy=lazy)
     small.eval()
     model.drafter = SmallModel(small, model.vocab_size, path)
     model["drafter"] = small  # so that its parameters are among the model's

@@ -21,6 +21,7 @@ class Runtime:
     recorder: the recorded cycles (`decoding.replay.Recorder`).
     adapters: the adapters that were loaded with the model, and the selected one.
     blind: why `vision` is None, and what to do, for messages to users who give pictures.
+    alone: why sequences are decoded one at a time and not in a pool; None if a pool may hold several.
     vision: what encodes pictures (`pictures.vision.Vision`), with `mark`, the id of a picture's token in templates.
     """
 
@@ -33,6 +34,7 @@ class Runtime:
     learned: Any = None
     recorder: Any = None
     adapters: Adapters = field(default_factory=Adapters)
+    alone: str | None = None
     vision: Any = None
     blind: str = "pictures need a model that was loaded with its vision tower"
 

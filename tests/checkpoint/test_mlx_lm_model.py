@@ -1,4 +1,4 @@
-"""Decode families without a port: mlx-lm's tokens, without drafts, and a warning."""
+"""Decode families without a port plainly, as with lazy weights: mlx-lm's tokens, without drafts, and a warning."""
 
 import families
 import mlx.core as mx
@@ -16,7 +16,7 @@ def plain(request, tmp_path_factory):
     """(loaded by us, mlx-lm's model)"""
     path, reference = families.headless(tmp_path_factory.mktemp("plain"), CONFIGS[request.param])
     with pytest.warns(UserWarning, match=f"model_type '{request.param}' has no MTP port; decoding plainly"):
-        model = mlx_mtp.load_model(path)
+        model = mlx_mtp.load_model(path, lazy=True)  # which is not probed
     return model, reference
 
 
@@ -88,17 +88,22 @@ def test_options_that_need_a_port_are_refused_by_name(plain, tmp_path):
     with pytest.raises(ValueError, match="num_draft_tokens=1: allowed is 0, because the model has no drafter"):
         ours(model, [1], 2, num_draft_tokens=1)
     path, _ = families.headless(tmp_path, CONFIGS["starcoder2"])
-    for options in ({"draft_model": "x"}, {"mtp_path": "x"}, {"mtp_overrides": {"fuse": "he"}}):
+    for options in ({"mtp_path": "x"}, {"mtp_overrides": {"fuse": "he"}}):
         with pytest.raises(
-            ValueError, match=r"model_type 'starcoder2' has no port that drafts; supported are .*qwen3"
+            ValueError, match=r"model_type 'starcoder2' has no port with heads; supported are .*qwen3"
         ):
             mlx_mtp.load_model(path, **options)
+    with pytest.raises(
+        ValueError, match=r"draft_model=.*: omit it; model_type 'starcoder2' decodes plainly: its wei"
+    ):
+        mlx_mtp.load_model(path, draft_model=path, lazy=True)
 
 
 def test_report(plain):
     text = str(plain[0].report)
     assert "MTP heads  0, model_type" in text
     assert "has no MTP port" in text
+    assert "port       none: decoded plainly, its weights are lazy, and a probe would read them" in text
 
 
 def test_tensors_too_many_and_too_few(tmp_path):

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...machine.errors import first_line, one_line
 from ...models import find_port
-from ...models.gguf.family import Family, Made
+from ...models.gguf.family import Family, TensorOrigin
 from ...models.gguf.meta import Meta
 from ...models.gguf.table import find_family
 from ..build import MISBUILT, NO_MODEL, read_args
@@ -44,7 +44,7 @@ class GGUFSource:
     family: Family
     config: dict[str, Any]
     model: Any
-    made: dict[str, Made]
+    made: dict[str, TensorOrigin]
 
 
 def open_source(
@@ -172,7 +172,7 @@ def _compare(made: dict[str, Any], config: dict[str, Any], place: Path) -> None:
             raise ValueError(f"{place}/config.json: {name} is {theirs[name]}; the GGUF file has {ours[name]}")
 
 
-def _build(config: dict[str, Any], made: dict[str, Made], place: Path) -> Any:
+def _build(config: dict[str, Any], made: dict[str, TensorOrigin], place: Path) -> Any:
     """Return the family port's model, without weights, with the number of heads that `made` has.
 
     place: the path that messages name. ValueError if there is no port, or the model cannot be built from `config`.
@@ -206,7 +206,7 @@ def _check_shapes(source: GGUFSource, *, heads_only: bool) -> None:
         raise ValueError(f"{file}: no tensor in it becomes parameter {missing[0]} of the model")
 
 
-def shape_of(source: GGUFSource, made: Made) -> tuple[int, ...]:
+def shape_of(source: GGUFSource, made: TensorOrigin) -> tuple[int, ...]:
     """Return the shape of a parameter from the shapes of its tensors, joined by rows, and the change."""
     shapes = [source.entries[name].shape for name in made.tensors]
     return made.change.shape or (sum(shape[0] for shape in shapes), *shapes[0][1:])

@@ -29,7 +29,7 @@ class TensorChange(NamedTuple):
     shape: tuple[int, ...] | None = None
 
 
-class Made(NamedTuple):
+class TensorOrigin(NamedTuple):
     """The names of the tensors that a parameter is made from, in the order of their rows, and their change."""
 
     tensors: tuple[str, ...]
@@ -65,7 +65,7 @@ class Family:
     in_head: Mapping[str, str] = field(default_factory=dict)
     float16: bool = False
 
-    def parameters(self, meta: Meta) -> dict[str, Made]:
+    def parameters(self, meta: Meta) -> dict[str, TensorOrigin]:
         """Return, by path in the port's model, the tensors that each parameter is made from, and their change.
 
         ValueError for a tensor that becomes no parameter, unless it is in IGNORED.
@@ -98,7 +98,7 @@ class Family:
         block = {n: tuple(f"block.{p}" for p in paths) for n, paths in inside.items()}
         return {**block, **self.in_head, **self.head}
 
-    def _made(self, meta: Meta, path: str, names: list[str]) -> Made:
+    def _made(self, meta: Meta, path: str, names: list[str]) -> TensorOrigin:
         """Return a parameter's tensors, in the order in which they are joined, and their change.
 
         names: of these tensors in any order; the list is sorted in place.
@@ -112,8 +112,8 @@ class Family:
         place = self.block.get(match[2].rpartition(".")[0]) or self.block.get(match[2]) if match else None
         if isinstance(place, tuple) and len(shape) == 3:
             parts = [f".{p}." in f".{path}." for p in place]
-            return Made(tuple(names), part_of_rows(shape, parts.index(True), len(place)))
-        return Made(tuple(names), self.changes(meta, path, shape))
+            return TensorOrigin(tuple(names), part_of_rows(shape, parts.index(True), len(place)))
+        return TensorOrigin(tuple(names), self.changes(meta, path, shape))
 
 
 def _rank(order: list[str], match: re.Match | None) -> int:

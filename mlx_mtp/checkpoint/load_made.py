@@ -1,4 +1,4 @@
-"""Load a family without a port as mlx-lm's own model, which decodes without drafts, and convert it with mlx-lm."""
+"""Load a family without a port as mlx-lm's own model, which drafts if a probe allows it; convert it with mlx-lm."""
 
 import contextlib
 import importlib
@@ -13,11 +13,9 @@ import mlx.nn as nn
 from mlx_lm import convert as mlx_lm_convert
 from mlx_lm import utils as mlx_lm_utils
 
-from ..cache.layer_cache import CacheKind
-from ..cache.mlx_lm_caches import MlxLmCaches
 from ..decoding.memory_needs import Budget
 from ..layers.blocks import place_blocks
-from ..layers.runtime import HasRuntime, Runtime
+from ..layers.made import Plain
 from ..layers.scaled import scale_outputs
 from ..machine import atomic
 from ..machine.errors import one_line
@@ -31,68 +29,52 @@ from .packed.contents import recognize
 from .packed.modules import Packed
 from .packed.sanitize import sanitized
 from .parameters import check_codes, check_numbers, named
+from .probe import probe
 from .quant_methods import packed_by
 from .report import Report, make_report
 from .sort_tensors import OF_ACTIVATIONS, Drafting
 from .weight_files import StoredTensors, read_stored
 
 
-class Plain(HasRuntime):
-    """Mixin for mlx-lm's Model that adds the part of the `Target` interface that plain decoding needs."""
+def load_made(path: Path, config: dict, drafting: Drafting, budget: Budget, *, lazy: bool) -> Any:
+    """Return mlx-lm's own model with its report: `Made` if a probe shows that it can draft, else `Plain`.
 
-    mtp: tuple = ()
-    max_draft_tokens = 0
-    drafter = None
-    NO_KV_BITS = "a family that has no port"
-    vocab_size: int
-
-    def __init__(self, args: Any):
-        super().__init__(args)  # type: ignore[call-arg]
-        self.runtime = Runtime()
-
-    def windows(self) -> list[CacheKind]:
-        return [MlxLmCaches]
-
-    def head_windows(self) -> list[int | None]:
-        return []
-
-    def no_hidden(self) -> mx.array:
-        return mx.zeros((1, 1, self.vocab_size))
-
-    def hidden(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        """Return the logits [1, 1, V] after the last of the tokens [1, L]."""
-        return cache[0].read(self, tokens)
-
-    def logits(self, hidden: mx.array) -> mx.array:
-        return hidden
-
-    def choice(self, hidden: mx.array) -> None:
-        """Return None: the target's tokens are chosen from `hidden`, which is the logits."""
-
-
-def load_plain(path: Path, config: dict, drafting: Drafting, budget: Budget, *, lazy: bool) -> Any:
-    """Return mlx-lm's own model with its report, and warn that it decodes without drafts, unless mtp=False.
-
-    lazy: neither the memory nor the weights are checked, nor are weights read. ValueError for options of drafters, an
-    unknown model_type, a damaged checkpoint or too little memory.
+    Warns that a `Plain` one decodes without drafts, unless mtp=False. lazy: neither the memory nor the weights are
+    checked, nor are weights read, and the model is `Plain`. ValueError for options of heads, an unknown model_type, a
+    damaged checkpoint or too little memory.
     """
     name, known = config["model_type"], ", ".join(port_names())
-    for option in ("draft_model", "mtp_path", "mtp_overrides"):
+    for option in ("mtp_path", "mtp_overrides"):
         if value := getattr(drafting, option):
-            why = f"the target's model_type {name!r} has no port that drafts"
+            why = f"the target's model_type {name!r} has no port with heads"
             raise ValueError(f"{option}={value}: omit it; {why}; supported are {known}")
     ignored: list[str] = []
+    why = "its weights are lazy, and a probe would read them"
     with one_line(f"{path}: cannot be loaded", keep=True):
         model = _build(path, config, known, ignored)
         if not lazy:
             budget.check(model, path)
             check_numbers(named(model), lambda name: (path, name))
             check_codes(model, lambda name: (path, name), heads=False)
+            why = probe(model)
     source = f"model_type {name!r} has no MTP port"
-    model.runtime.report = make_report(model, config, source=source, norms="mlx-lm's", ignored=tuple(ignored))
-    if drafting.mtp:
-        warnings.warn(f"{path}: {source}; decoding plainly, with mlx-lm's own model", NeverDrafts, stacklevel=4)
+    facts = {"source": source, "norms": "mlx-lm's", "ignored": tuple(ignored), "port": _port_of(model, why)}
+    model.runtime.report = make_report(model, config, **facts)
+    if why and drafting.draft_model:
+        raise ValueError(f"draft_model={drafting.draft_model}: omit it; model_type {name!r} decodes plainly: {why}")
+    if drafting.mtp and not drafting.draft_model:
+        how = f"with mlx-lm's own model: {why}" if why else "unless drafts are copied from the text (prompt lookup)"
+        warnings.warn(f"{path}: {source}; decoding plainly, {how}", NeverDrafts, stacklevel=4)
     return model
+
+
+def _port_of(model: Any, why: str | None) -> str:
+    """Return the report's line of a model's port; why: None for a `Made` one."""
+    if why is not None:
+        return f"none: decoded plainly, {why}"
+    rows = "logits" if model.form.inner is None else f"rows of {type(model.form.inner).__name__}"
+    alone = f"; sequences one at a time: {model.runtime.alone}" if model.runtime.alone else ""
+    return f"made of mlx-lm's model: drafts from tokens ({rows}){alone}"
 
 
 def _build(path: Path, config: dict, ports: str, ignored: list[str]) -> Any:
@@ -191,5 +173,5 @@ def convert_plain(path: Path, new: Path, **options: Any) -> tuple[int, Report]:
             file.rename(folder / file.name)
         written.rmdir()
         drafting = Drafting(False, None, {}, None)
-        report = load_plain(folder, read_config(folder), drafting, Budget(ignore=True), lazy=True).runtime.report
+        report = load_made(folder, read_config(folder), drafting, Budget(ignore=True), lazy=True).runtime.report
     return sum(file.stat().st_size for file in new.glob("*.safetensors")), report

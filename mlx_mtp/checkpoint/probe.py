@@ -1,0 +1,147 @@
+"""Show on the loaded weights that a model of mlx-lm's, of a family without a port, can draft.
+
+A few tokens are read into this package's caches as the decode loop reads them: at positions that the host counts, at
+positions on the device, also while a function is recorded, with rows that are taken back, and in a pool. The logits
+must equal those on mlx-lm's own caches.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache as mlx_lm_caches_of
+
+from ..cache.kinds import group_size_for
+from ..cache.pool import Pool
+from ..cache.prompt_cache import PromptCache, make_prompt_cache
+from ..cache.slots import Span
+from ..cache.step_cache import CacheArrays
+from ..layers.made import Made, Plain, distance
+from ..machine.errors import first_line
+from .head_self_test import random_tokens
+
+PROMPT, KEPT, REJECTED, MORE = 6, 2, 2, 3  # rows of the passes before the last row; REJECTED are taken back
+LEAST, MOST = 1e-3, 0.1  # limits of a difference relative to the greatest logit, in between NOISE times the usual one
+NOISE = 4
+OF_8_BITS = 0.3  # the same for keys and values of 8 bits
+FAILURES = (TypeError, AttributeError, LookupError, ArithmeticError, ValueError, RuntimeError, NotImplementedError)
+
+
+def probe(model: Any) -> str | None:
+    """Return why a model, loaded as `Plain`, cannot draft, else None; it is then a `Made` with its form.
+
+    All weights are read.
+    """
+    model.become(Made)
+    try:
+        tokens = mx.array(random_tokens(model.vocab_size)[: PROMPT + KEPT + MORE + 1])[None]
+        model.take_form(tokens)
+        whole = model(tokens, cache=mlx_lm_caches_of(model))
+        # mlx-lm's own rotating caches are wrong in pieces once they wrap, so noise is that of shorter texts.
+        noise = distance(model(tokens[:, :PROMPT], cache=mlx_lm_caches_of(model)), whole[:, :PROMPT])
+        limit = min(max(LEAST, NOISE * noise), MOST)
+        if not noise <= MOST:
+            raise ValueError("logits differ with the length of a prompt")
+        _check_passes(model, tokens, whole, limit)
+        model.runtime.alone = _tried(_check_pool, model, tokens, whole, limit)
+        model.form.no_bits = _tried(_check_bits, model, tokens, whole)
+    except FAILURES as e:
+        model.become(Plain)
+        return first_line(e)
+    return None
+
+
+def _tried(check: Callable[..., None], *given: Any) -> str | None:
+    """Return why a check fails; None if it passes."""
+    try:
+        check(*given)
+    except FAILURES as e:
+        return first_line(e)
+    return None
+
+
+def _check_passes(model: Any, tokens: mx.array, whole: mx.array, limit: float) -> None:
+    """Raise ValueError if logits of a text, in passes on our caches, are not `whole`."""
+    ends = [PROMPT, PROMPT + KEPT, PROMPT + KEPT + MORE]
+    prompt, kept, more, last = mx.split(tokens, ends, axis=1)
+    expected = mx.split(whole, ends, axis=1)
+    cache = make_prompt_cache(model)
+    for c in cache.layers:
+        c.make_mask = partial(_checked_mask, c.make_mask, c.window)
+    _check("of a prompt", _ours(model, prompt, cache), expected[0], limit)
+    _check("with rejected rows", _with_rejected(model, kept, cache), expected[1], limit)
+    _check("of recorded rows", _recorded(model, more, cache), expected[2], limit)
+    _check("of one row", _ours(model, last, cache), expected[3], limit)
+
+
+def _check(name: str, found: mx.array, expected: mx.array, limit: float) -> None:
+    if not distance(found, expected) <= limit:  # NaN is no distance
+        raise ValueError(f"logits differ in a pass {name}")
+
+
+def _checked_mask(
+    make_mask: Callable[..., Any], window: int | None, *given: Any, window_size: Any = None, **more: Any
+):
+    """Return a cache's mask; ValueError if the forward asks for another window than its `make_cache`."""
+    if window_size not in (None, window):
+        raise ValueError(f"its masks see {window_size} positions, its cache holds {window or 'all'}")
+    return make_mask(*given, **more)
+
+
+def _ours(model: Any, tokens: mx.array, cache: Any) -> mx.array:
+    return model.logits(model.hidden(tokens, cache.layers))
+
+
+def _with_rejected(model: Any, kept: mx.array, cache: PromptCache) -> mx.array:
+    """Read rows to keep and REJECTED other ones, which are taken back; return the logits of the kept rows."""
+    cache.to_device()
+    rejected = (kept[:, :REJECTED] + 1) % model.vocab_size
+    logits = _ours(model, mx.concatenate([kept, rejected], axis=1), cache)
+    cache.rollback(mx.array([REJECTED]))
+    return logits[:, : kept.shape[1]]
+
+
+def _recorded(model: Any, tokens: mx.array, cache: PromptCache) -> mx.array:
+    """Return the logits of tokens; a function that reads them is also recorded: it must not evaluate a position."""
+    form, arrays, end = cache.form(), cache.unload(), PROMPT + KEPT + MORE
+
+    def read(tokens: mx.array, *arrays: Any) -> mx.array:
+        made = form.made(model)
+        made.load(CacheArrays(*arrays), end, end)
+        return _ours(model, tokens, made)
+
+    for c in cache.layers:
+        c.hold(end)
+    mx.compile(read)(tokens, *arrays)  # never computed: on a CPU MLX would run a compiler
+    return _ours(model, tokens, cache)
+
+
+def _check_pool(model: Any, tokens: mx.array, whole: mx.array, limit: float) -> None:
+    """Raise ValueError if the logits of a sequence differ in a pass with another one."""
+    first, second = make_prompt_cache(model), make_prompt_cache(model)
+    prompt, kept = tokens[:, :PROMPT], tokens[:, PROMPT : PROMPT + KEPT]
+    for cache, ids in ((first, prompt), (second, prompt[:, ::2])):
+        _ours(model, ids, cache)
+        cache.settle(ids[0].tolist())  # type: ignore[arg-type]
+    pool = Pool(first)
+    pool.regroup(Span([0, 1], 2), [0, 1], [(0, first), (1, second)])
+    logits = _ours(model, mx.concatenate([kept, kept]), pool)[:1]
+    _check("of two sequences", logits, whole[:, PROMPT : PROMPT + KEPT], limit)
+
+
+def _check_bits(model: Any, tokens: mx.array, whole: mx.array) -> None:
+    """Set the form's `head_dim`; ValueError if the attention cannot read keys and values of 8 bits."""
+    cache = make_prompt_cache(model)
+    _ours(model, tokens, cache)
+    sizes = [part.shape[-1] for c in cache.layers if not c.is_state for part in c.parts]
+    model.form.head_dim, model.form.no_bits = math.gcd(*sizes), None
+    group_size = group_size_for(model)
+    if model.form.head_dim % group_size:
+        raise ValueError(f"heads of {min(sizes)}")
+    cache = make_prompt_cache(model, kv_bits=8, kv_group_size=group_size)
+    try:
+        _check("on keys of 8 bits", _ours(model, tokens, cache), whole, OF_8_BITS)
+    except FAILURES as e:
+        raise ValueError("attention that reads no quantized keys and values") from e

@@ -1,0 +1,164 @@
+"""Make ports of mlx-lm's own models: drafts with mlx-lm's text, and models that the probe refuses."""
+
+import importlib
+
+import families
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step as mlx_lm_steps
+from mlx_lm.models import cache as mlx_lm_caches
+from mlx_lm.models import starcoder2
+from oracle_drafts import OracleDrafts
+from portless import CONFIGS
+
+import mlx_mtp
+from mlx_mtp.checkpoint.probe import probe
+from mlx_mtp.layers.made import Made, Plain
+
+PROMPT = [1, 2, 3, 4, 5, 6] * 3 + [1, 2]
+TOKENS = 40
+
+
+@pytest.fixture(scope="module", params=["starcoder2", "gpt_oss"])
+def made(request, tmp_path_factory):
+    """(loaded by us, mlx-lm's greedy text after PROMPT)"""
+    path, reference = families.headless(tmp_path_factory.mktemp("made"), CONFIGS[request.param])
+    steps = mlx_lm_steps(mx.array(PROMPT), reference, max_tokens=TOKENS)
+    return mlx_mtp.load_model(path, mtp=False), [int(token) for token, _ in steps]
+
+
+def text_of(model, prompt=PROMPT, n=TOKENS, **options):
+    return [token for token, _, _ in mlx_mtp.generate_step(prompt, model, max_tokens=n, **options)]
+
+
+@pytest.mark.parametrize("wrong", [set(), {3}, {4, 5, 9}, set(range(0, 200, 2)), set(range(200))])
+def test_drafts_do_not_change_the_text(made, monkeypatch, wrong):
+    model, text = made
+    stats = mlx_mtp.Stats()
+    monkeypatch.setattr(model, "drafter", OracleDrafts(model, PROMPT + text, wrong))
+    assert text_of(model, num_draft_tokens=7, adaptive=False, stats=stats) == text
+    assert stats.num_draft_tokens > TOKENS // 8
+
+
+def test_copies_small_models_and_files(made, monkeypatch, tmp_path):
+    model, text = made
+    assert text_of(model, prompt_lookup=True) == text
+    cache = mlx_mtp.make_prompt_cache(model)
+    assert text_of(model, n=9, prompt_lookup=True, prompt_cache=cache) == text[:9]
+    mlx_mtp.save_prompt_cache(tmp_path / "cache.safetensors", cache)
+    for kept in (cache, mlx_mtp.load_prompt_cache(tmp_path / "cache.safetensors", model)):
+        assert text_of(model, text[8:9], TOKENS - 9, prompt_lookup=True, prompt_cache=kept) == text[9:]
+
+
+def test_report_and_levels(made):
+    model, _ = made
+    assert isinstance(model, Made)
+    assert (
+        f"port       made of mlx-lm's model: drafts from tokens (rows of {type(model.form.inner).__name__})"
+        in str(model.report)
+    )
+
+
+def test_a_small_model_of_a_family_without_a_port(tmp_path):
+    target, reference = families.headless(tmp_path / "target", CONFIGS["starcoder2"])
+    small, _ = families.headless(tmp_path / "small", CONFIGS["gpt_oss"])
+    model = mlx_mtp.load_model(target, draft_model=small)
+    steps = mlx_lm_steps(mx.array(PROMPT), reference, max_tokens=TOKENS)
+    assert text_of(model, num_draft_tokens=3, adaptive=False) == [int(token) for token, _ in steps]
+    assert "gpt_oss of 4 layers" in str(model.report)
+
+
+class ReadsAnInt(starcoder2.Attention):
+    def __call__(self, x, mask=None, cache=None):
+        return super().__call__(x, mask, cache) * (1 + int(cache.offset) % 2)
+
+
+class Counts(starcoder2.Attention):
+    def __call__(self, x, mask=None, cache=None):
+        object.__setattr__(self, "calls", getattr(self, "calls", 0) + 1)
+        return super().__call__(x, mask, cache) * self.calls
+
+
+class OneRowDiffers(starcoder2.Attention):
+    def __call__(self, x, mask=None, cache=None):
+        return super().__call__(x, mask, cache) * (1.5 if x.shape[1] == 1 else 1)
+
+
+class Cache(mlx_lm_caches.KVCache):
+    pass
+
+
+class OwnCache:
+    def make_cache(self):
+        return [Cache() for _ in self.layers]
+
+
+class WiderMask:
+    def __call__(self, inputs, cache=None):
+        for c in cache or ():
+            if c is not None:
+                c.make_mask(inputs.shape[1], return_array=False, window_size=7)
+        return super().__call__(inputs, cache)
+
+
+class MixesRows:
+    def __call__(self, inputs, cache=None):
+        return super().__call__(inputs, cache) + self.model.embed_tokens(inputs).sum()
+
+
+class AddsLater:
+    """What the outer forward adds depends on the tokens: the inner module's rows do not make the logits."""
+
+    def __call__(self, inputs, cache=None):
+        return super().__call__(inputs, cache) + 0.1 * self.model.embed_tokens(inputs).sum(axis=-1, keepdims=True)
+
+
+def lying(outer=None, attention=None):
+    """Return a tiny starcoder2, loaded as `Plain`, with a mixin of its Model or another class of its attention."""
+    arguments = starcoder2.ModelArgs.from_dict(CONFIGS["starcoder2"])
+    mixins = (Plain, outer, starcoder2.Model) if outer else (Plain, starcoder2.Model)
+    mx.random.seed(1)
+    model = type("Model", mixins, {})(arguments)
+    weights = [(n, mx.random.normal(w.shape) * 0.3 if w.ndim > 1 else w) for n, w in tree_flatten(model.parameters())]
+    model.load_weights(weights)
+    for module in model.modules() if attention else ():
+        if type(module) is starcoder2.Attention:
+            module.__class__ = attention
+    model.vocab_size = arguments.vocab_size
+    return model
+
+
+@pytest.mark.parametrize(
+    ("lie", "why"),
+    [
+        ({"attention": ReadsAnInt}, "eval"),
+        ({"attention": Counts}, "differ"),
+        ({"attention": OneRowDiffers}, "logits differ in a pass of one row"),
+        ({"outer": OwnCache}, "its layers need a Cache, whose rows cannot be taken back"),
+        ({"outer": WiderMask}, "its masks see 7 positions, its cache holds all"),
+        ({"outer": MixesRows}, "differ"),
+    ],
+)
+def test_a_model_that_lies_decodes_plainly(lie, why):
+    model = lying(**lie)
+    assert why in probe(model)
+    assert not isinstance(model, Made)
+
+
+def test_logits_that_the_rows_do_not_make_are_the_rows():
+    model = lying(outer=AddsLater)
+    assert probe(model) is None
+    assert model.form.inner is None
+    assert model.no_hidden().shape[-1] == model.vocab_size
+
+
+def test_a_norm_is_no_lie():
+    model = lying()
+    assert probe(model) is None
+    assert isinstance(model.form.inner, starcoder2.Starcoder2Model)
+    assert not any(
+        isinstance(value, nn.Module) for value in vars(model.form).values() if value is not model.form.inner
+    )
+    assert importlib.import_module("mlx_lm.models.starcoder2").Model in type(model).__mro__
