@@ -17,7 +17,7 @@ PAGE = table.PAGE.read_text()
 ROWS = {line.split("`")[1]: line for line in PAGE.splitlines() if line.startswith("| `")}
 TYPES = [name for name in model_types() if name not in NOT_RUN]
 FIRST, _, LONGEST = runs.PROMPTS
-SHORT = 10  # tokens: prompt and text exceed the window of 8
+SHORT, LONG = 10, 40  # tokens: prompt and text exceed the window of 8
 
 
 def alone(model: Any, truth: Callable, file: Path) -> None:
@@ -56,6 +56,37 @@ def test_a_type_has_mlx_lms_text_and_its_row_of_the_table(model_type, tmp_path):
         return
     for way in WAYS if SWEEP else [WAYS[TYPES.index(model_type) % len(WAYS)]]:
         way(model, truth, tmp_path / "cache.safetensors")
+
+
+@sweep
+@pytest.mark.parametrize("model_type", [name for name in TYPES if "| plain |" not in ROWS[name]])
+@pytest.mark.parametrize("seed", range(2))
+def test_rejections_of_every_length(model_type, seed, tmp_path):
+    """Long texts, one to fifteen drafts, every prompt alone and together, caches saved at several lengths."""
+    model, plain = runs.loaded(save(tmp_path / "model", tiny_config(model_type), seed))
+    texts = [runs.plain_text(plain, prompt, LONG) for prompt in runs.PROMPTS]
+    for k, (prompt, text) in itertools.product((1, 2, 4, 7, 15), zip(runs.PROMPTS, texts, strict=True)):
+        drafter = runs.Wrong([prompt + text], model.vocab_size, k, seed)
+        assert runs.with_drafter(model, drafter, prompt, LONG) == text, k
+        assert k > 4 or drafter.accepted == set(range(k + 1))
+    for prompt, text in zip(runs.PROMPTS, texts, strict=True):
+        assert runs.with_lookup(model, prompt, LONG) == text
+        for at in (1, 5, 13, 30):
+            assert runs.resumed(model, tmp_path / "cache.safetensors", prompt, text, at, 4) == text, at
+    for k in (1, 3, 7):
+        assert runs.together(model, runs.PROMPTS, texts, k, seed) == texts, k
+
+
+@sweep
+@pytest.mark.parametrize("model_type", [name for name in TYPES if "| plain |" not in ROWS[name]])
+def test_a_small_model_of_the_same_type_drafts(model_type, tmp_path):
+    """It has other weights, or the same ones, so that all drafts are accepted."""
+    config = tiny_config(model_type)
+    path, other = save(tmp_path / "model", config), save(tmp_path / "other", config, 1)
+    for small in (other, path):
+        model, plain = runs.loaded(path, draft_model=small)
+        for prompt in runs.PROMPTS:
+            assert runs.drafted(model, prompt, LONG, num_draft_tokens=3) == runs.plain_text(plain, prompt, LONG)
 
 
 def test_the_table_has_every_type_once_and_counts_them():

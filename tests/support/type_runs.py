@@ -23,14 +23,17 @@ PROMPTS = [
 
 
 class Wrong(Drafter):
-    """Drafts each sequence's true continuation, wrong from a random draft on; in some cycles all are right."""
+    """Drafts each sequence's true continuation, but one of them wrong, at a random place, or none.
+
+    accepted: the numbers of drafts before the wrong one, in all cycles.
+    """
 
     source, role = "oracle", Role.MODEL
     reads_hidden = in_step = False
 
     def __init__(self, texts: list[list[int]], vocab: int, most: int, seed: int):
         self.texts, self.vocab, self.most, self.random = texts, vocab, most, random.Random(seed)
-        self.wrong: set[int] = set()
+        self.accepted: set[int] = set()
 
     def propose(self, frame: Any, run: Any, k: int) -> Drafts:
         if not k:
@@ -47,7 +50,7 @@ class Wrong(Drafter):
         drafts = (text[end : end + k] + [0] * k)[:k]
         if (at := self.random.randint(0, k)) < k:
             drafts[at] = (drafts[at] + 1) % self.vocab
-        self.wrong.add(at)
+        self.accepted.add(at)
         return drafts
 
 
@@ -67,10 +70,6 @@ def loaded(path: Path, **options: Any) -> tuple[Any, Any]:
         return mlx_mtp.load_model(path, **options), mlx_lm_utils.load_model(path)[0]
 
 
-def drafts_allowed(model: Any) -> bool:
-    return model.windows() != [mlx_mtp.cache.mlx_lm_caches.MlxLmCaches]
-
-
 def drafted(model: Any, prompt: list[int], n: int, **options: Any) -> list[int]:
     return [int(token) for token, *_ in mlx_mtp.generate_step(prompt, model, max_tokens=n, adaptive=False, **options)]
 
@@ -79,15 +78,19 @@ def with_lookup(model: Any, prompt: list[int], n: int, **options: Any) -> list[i
     return drafted(model, prompt, n, prompt_lookup=True, **options)
 
 
+def with_drafter(model: Any, drafter: Wrong, prompt: list[int], n: int, **options: Any) -> list[int]:
+    model.drafter = drafter
+    try:
+        return drafted(model, prompt, n, num_draft_tokens=drafter.most, prompt_lookup=False, **options)
+    finally:
+        model.drafter = None
+
+
 def with_wrong(
     model: Any, text: list[int], prompt: list[int], n: int, k: int, seed: int, **options: Any
 ) -> list[int]:
     """Decode n tokens with drafts of which some are wrong. text: the true tokens from the cache's first one on."""
-    model.drafter = Wrong([text], model.vocab_size, k, seed)
-    try:
-        return drafted(model, prompt, n, num_draft_tokens=k, prompt_lookup=False, **options)
-    finally:
-        model.drafter = None
+    return with_drafter(model, Wrong([text], model.vocab_size, k, seed), prompt, n, **options)
 
 
 def together(model: Any, prompts: list[list[int]], truths: list[list[int]], k: int, seed: int) -> list[list[int]]:
