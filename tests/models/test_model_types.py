@@ -92,6 +92,6 @@ def test_a_small_model_of_the_same_type_drafts(model_type, tmp_path):
 def test_the_table_has_every_type_once_and_counts_them():
     rows = list(ROWS.values())
     assert list(ROWS) == model_types()
-    assert PAGE == table.page(PAGE, rows)
+    assert table.page(PAGE, rows) == PAGE
     written = {name for name, line in ROWS.items() if "| written |" in line}
     assert {name for name in port_names() if name in ROWS} <= written

@@ -17,8 +17,8 @@ from mlx_mtp.models import find_family, text_args
 
 # Types that no CPU of ours runs, and why.
 NOT_RUN = {
-    "bitnet": "its layers run Metal kernels, which a CPU has not",
-    "muse_spark": "its layers run Metal kernels, which a CPU has not",
+    "bitnet": "its layers run Metal kernels, which no CPU runs",
+    "muse_spark": "its layers run Metal kernels, which no CPU runs",
     "olmo": "mlx-lm's own module needs the package ai2-olmo, and adds the word of a mask to scores",
 }
 

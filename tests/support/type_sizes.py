@@ -233,7 +233,7 @@ EXCEPTIONS = {
         "gegelu_limit": 20.0,
     },
     "plamo": {"n_shared_head": 2},
-    # Packed weights come in groups of 128.
+    # Groups of its packed weights have 128 inputs.
     "prism_hadamard_qwen35": {
         "tensor_namespace": "mlx-vlm-qwen3_5",
         "quantization": {"bits": 2, "group_size": 128, "mode": "affine"},
