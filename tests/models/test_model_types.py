@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 import type_runs as runs
 from model_types import NOT_RUN, model_types, save, tiny_config
@@ -54,6 +55,10 @@ def test_a_type_has_mlx_lms_text_and_its_row_of_the_table(model_type, tmp_path):
     if "| plain |" in ROWS[model_type]:
         assert runs.drafted(model, FIRST, SHORT) == truth(FIRST)
         return
+    if "| made: streams |" in ROWS[model_type]:
+        expected = mx.concatenate(runs.plain_streams(plain, mx.array([FIRST])), axis=-1)
+        found = runs.streams(model, mx.array([FIRST]), len(model.layers))
+        assert mx.allclose(found[..., -expected.shape[-1] :], expected, rtol=1e-4, atol=1e-4)
     for way in WAYS if SWEEP else [WAYS[TYPES.index(model_type) % len(WAYS)]]:
         way(model, truth, tmp_path / "cache.safetensors")
 

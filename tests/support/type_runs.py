@@ -54,6 +54,48 @@ class Wrong(Drafter):
         return drafts
 
 
+class Reader(Drafter):
+    """Reads streams and never drafts."""
+
+    most = 0
+
+    def __init__(self, reads: tuple[int, ...]):
+        self.reads = reads
+
+
+class Noting:
+    """Mixin of a layer: appends each output's stream to `notes`, before the first one also its input."""
+
+    notes: list[mx.array]
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if not self.notes:
+            self.notes.append(next(a for a in (*args, *options.values()) if isinstance(a, mx.array)))
+        output = super().__call__(*args, **options)  # type: ignore[misc]
+        self.notes.append(output[0] if isinstance(output, tuple) else output)
+        return output
+
+
+def plain_streams(model: Any, tokens: mx.array) -> list[mx.array]:
+    """Return the stream before the first layer of mlx-lm's model, and after each layer: [1, L, H] each."""
+    notes: list[mx.array] = []
+    for layer in model.layers:
+        layer.__class__ = type("Layer", (Noting, type(layer)), {"notes": notes})
+    model(tokens, cache=make_prompt_cache(model))
+    for layer in model.layers:
+        layer.__class__ = type(layer).__bases__[1]
+    return notes
+
+
+def streams(model: Any, tokens: mx.array, number: int) -> mx.array:
+    """Return hidden rows [1, L, H] that end with the streams before the first layer and after each of `number`."""
+    model.drafter = Reader(tuple(range(number + 1)))
+    try:
+        return model.hidden(tokens, mlx_mtp.make_prompt_cache(model).layers)
+    finally:
+        model.drafter = None
+
+
 def plain_text(model: Any, prompt: list[int], n: int) -> list[int]:
     """Return n greedy tokens of mlx-lm's model with mlx-lm's caches."""
     cache, tokens, found = make_prompt_cache(model), mx.array([prompt]), []
