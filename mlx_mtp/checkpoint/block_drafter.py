@@ -15,7 +15,7 @@ from ..decoding.graph_memory import nbytes
 from ..decoding.options import default_draft_tokens
 from ..layers.block_drafter import BlockNetwork
 from ..machine.device import has_bfloat16
-from .parameters import check_numbers, named, origin, same
+from .parameters import check_numbers, is_targets, named, origin
 from .report import size
 
 OWN = ("head", "embed_tokens")
@@ -72,7 +72,7 @@ def _activations(model: Any, net: BlockNetwork) -> mx.Dtype:
 
     Drafters that were trained in bfloat16 overflow in float16, and no draft of a quantized one is accepted.
     """
-    dtype = model.model.norm.weight.dtype
+    dtype = model.no_hidden().dtype
     quantized = any("scales" in module for module in net.modules())
     narrow = dtype == mx.float16 or (dtype == mx.bfloat16 and quantized and not has_bfloat16())
     return mx.float32 if narrow else dtype
@@ -85,10 +85,8 @@ def _tie(model: Any, net: BlockNetwork) -> None:
     """
     shape = net.shape
     for name in OWN:
-        theirs = model.language.get("lm_head") if name == "head" else None
-        theirs = model.model.embed_tokens if theirs is None else theirs
         plain = name == "head" or shape.embed_scale == 1
-        if name in net and plain and "d2t" not in net and same(named(net[name]), named(theirs)):
+        if name in net and plain and "d2t" not in net and is_targets(model, name, net[name]):
             net.pop(name)
 
 
@@ -100,7 +98,7 @@ def _check_fits(model: Any, net: BlockNetwork, path: Path) -> None:
     token and all drafted tokens.
     """
     shape, width, vocab = net.shape, model.no_hidden().shape[-1], model.vocab_size
-    layers = model.args.num_hidden_layers
+    layers = len(model.layers)
     if shape.hidden_size != width and not {"embed_tokens", "head"} <= net.keys():
         needed = "so the drafter needs an embedding and an LM head of its own"
         raise ValueError(f"{path}: hidden_size {shape.hidden_size} is not the target's {width}, {needed}")

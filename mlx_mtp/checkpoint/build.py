@@ -38,7 +38,7 @@ from .norm_conventions import conventions, warn_of_unusual
 from .packed.arrays import read_arrays
 from .packed.contents import with_packed
 from .packed.find import without_scales
-from .parameters import check_codes, check_numbers, expected, named, origin, same
+from .parameters import check_codes, check_numbers, expected, is_targets, named, origin
 from .port_parameters import Raw, parameters_of
 from .quant_methods import packed_by
 from .read_parts import read_parts
@@ -263,9 +263,18 @@ def _stored(model: nn.Module, contents: Contents) -> dict[str, Any]:
 def _tie(model: Any) -> None:
     """Drop each head's embedding, and LM head, if it equals the target's own, which the head then uses."""
     for head in model.mtp:
-        for name, shared in (("head", model.language.get("lm_head")), ("embed_tokens", model.model.embed_tokens)):
-            if name in head and shared is not None and same(named(head[name]), named(shared)):
+        for name in ("head", "embed_tokens"):
+            if name in head and is_targets(model, name, head[name]):
                 head.pop(name)
+
+
+def attach_drafter(model: Any, path: Path, overrides: dict) -> tuple[str, tuple[str, ...]]:
+    """Load an external drafter from a directory and attach it to its target; return as `_attach`.
+
+    overrides: values that replace its spec's. ValueError if it cannot be built, or does not fit the target.
+    """
+    _, drafter, contents = _open_drafter(path, len(model.layers), model.width, overrides)
+    return _attach(model, drafter, contents, path)
 
 
 def _attach(model: Any, drafter: "DrafterAlone", contents: Contents, path: Path) -> tuple[str, tuple[str, ...]]:
@@ -278,7 +287,7 @@ def _attach(model: Any, drafter: "DrafterAlone", contents: Contents, path: Path)
         return attach_block(model, drafter, contents, path), contents.ignored
     check_numbers(named(drafter), partial(origin, drafter, contents))
     check_drafter_fits(model, drafter.mtp[0], path)
-    drafter.set_dtype(model.model.norm.weight.dtype)
+    drafter.set_dtype(model.no_hidden().dtype)
     drafter.eval()
     model.spec, model.mtp = drafter.spec, drafter.mtp
     _tie(model)

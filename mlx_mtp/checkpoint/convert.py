@@ -18,8 +18,8 @@ import mlx.core as mx
 from mlx_lm.utils import get_total_parameters, save_config
 
 from ..layers.blocks import is_blocks
-from ..layers.port import TUNED
 from ..layers.scaled import SCALE
+from ..layers.with_heads import TUNED
 from ..machine import atomic
 from ..machine.errors import one_line
 from ..machine.paths import expanded

@@ -68,7 +68,7 @@ def check_drafter_fits(model: Any, head: Any, path: Path) -> None:
     Another hidden size needs an embedding and an LM head of its own. An embedding may have more rows than the target
     has tokens.
     """
-    size, head_size, vocab_size = model.model.norm.weight.size, head.norm.weight.size, model.args.vocab_size
+    size, head_size, vocab_size = model.width, head.norm.weight.size, model.vocab_size
     if head_size != size and not {"embed_tokens", "head"} <= head.keys():
         needed = "so the drafter needs an embedding and an LM head of its own"
         raise ValueError(f"{path}: hidden_size {head_size} is not the target's {size}, {needed}")

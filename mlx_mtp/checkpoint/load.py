@@ -258,10 +258,11 @@ def _load(path: Path, config: dict, options: LoadOptions) -> Any:
     if port is None:
         if ranks:
             raise ValueError(f"ranks={ranks.size}: model_type {config['model_type']!r} cannot be split; allowed is 1")
-        model = load_made(path, config, drafting, budget, lazy=lazy)
+        small = drafter if drafter and is_small_model(drafter) else None
+        model = load_made(path, config, drafting, budget, lazy=lazy, drafter=None if small else drafter)
         model.runtime.blind = open_vision(path, config, None, options.sight, 0)[1]
-        if drafter:
-            attach_small_model(model, drafter, budget, lazy=lazy)
+        if small:
+            attach_small_model(model, small, budget, lazy=lazy)
     else:
         if drafter and is_split(drafter):
             drafting = replace(drafting, draft_model=None, mtp_path=drafter)

@@ -22,6 +22,7 @@ from ..machine.errors import one_line
 from ..models import port_names
 from ..models.config.normalize import normalize
 from ..models.config.rope_modules import apply_rope
+from .build import attach_drafter
 from .cure import NeverDrafts
 from .files import fill_model, read_config, read_tensors
 from .packed.arrays import read_arrays
@@ -36,32 +37,40 @@ from .sort_tensors import OF_ACTIVATIONS, Drafting
 from .weight_files import StoredTensors, read_stored
 
 
-def load_made(path: Path, config: dict, drafting: Drafting, budget: Budget, *, lazy: bool) -> Any:
+def load_made(
+    path: Path, config: dict, drafting: Drafting, budget: Budget, *, lazy: bool, drafter: Path | None = None
+) -> Any:
     """Return mlx-lm's own model with its report: `Made` if a probe shows that it can draft, else `Plain`.
 
     Warns that a `Plain` one decodes without drafts, unless mtp=False. lazy: neither the memory nor the weights are
-    checked, nor are weights read, and the model is `Plain`. ValueError for options of heads, an unknown model_type, a
-    damaged checkpoint or too little memory.
+    checked, nor are weights read, and the model is `Plain`. drafter: directory of an external drafter to attach that
+    is no small model. ValueError for options of heads, an unknown model_type, a damaged checkpoint, or too little
+    memory, or a drafter that does not fit the model.
     """
-    name, known = config["model_type"], ", ".join(port_names())
-    for option in ("mtp_path", "mtp_overrides"):
+    name = config["model_type"]
+    source, why = f"model_type {name!r} has no MTP port", "its weights are lazy, and a probe would read them"
+    for option in ("mtp_path", "mtp_overrides") if drafter is None else ("mtp_path",):
         if value := getattr(drafting, option):
-            why = f"the target's model_type {name!r} has no port with heads"
-            raise ValueError(f"{option}={value}: omit it; {why}; supported are {known}")
+            lacks = f"the target's model_type {name!r} has no port with heads"
+            raise ValueError(f"{option}={value}: omit it; {lacks}; supported are {', '.join(port_names())}")
     ignored: list[str] = []
-    why = "its weights are lazy, and a probe would read them"
     with one_line(f"{path}: cannot be loaded", keep=True):
-        model = _build(path, config, known, ignored)
+        model = _build(path, config, ", ".join(port_names()), ignored)
         if not lazy:
             budget.check(model, path)
             check_numbers(named(model), lambda name: (path, name))
             check_codes(model, lambda name: (path, name), heads=False)
             why = probe(model)
-    source = f"model_type {name!r} has no MTP port"
-    facts = {"source": source, "norms": "mlx-lm's", "ignored": tuple(ignored), "port": _port_of(model, why)}
-    model.runtime.report = make_report(model, config, **facts)
     if why and drafting.draft_model:
         raise ValueError(f"draft_model={drafting.draft_model}: omit it; model_type {name!r} decodes plainly: {why}")
+    if drafter is not None:
+        if model.form.no_streams:
+            raise ValueError(f"{drafter}: omit it; model_type {name!r} has no streams: {model.form.no_streams}")
+        source, unused = attach_drafter(model, drafter, drafting.mtp_overrides)
+        ignored += unused
+        budget.check(model, path)
+    facts = {"source": source, "norms": "mlx-lm's", "ignored": tuple(ignored), "port": _port_of(model, why)}
+    model.runtime.report = make_report(model, config, **facts)
     if drafting.mtp and not drafting.draft_model:
         how = f"with mlx-lm's own model: {why}" if why else "unless drafts are copied from the text (prompt lookup)"
         warnings.warn(f"{path}: {source}; decoding plainly, {how}", NeverDrafts, stacklevel=4)
@@ -72,9 +81,10 @@ def _port_of(model: Any, why: str | None) -> str:
     """Return the report's line of a model's port; why: None for a `Made` one."""
     if why is not None:
         return f"none: decoded plainly, {why}"
-    rows = "logits" if model.form.inner is None else f"rows of {type(model.form.inner).__name__}"
-    alone = f"; sequences one at a time: {model.runtime.alone}" if model.runtime.alone else ""
-    return f"made of mlx-lm's model: drafts from tokens ({rows}){alone}"
+    levels = "tokens" if model.form.no_streams else "tokens, streams"
+    facts = {"no streams": model.form.no_streams, "no batches": model.runtime.alone, "no kv_bits": model.form.no_bits}
+    missing = "".join(f"; {what}: {reason}" for what, reason in facts.items() if reason)
+    return f"made of mlx-lm's model: {levels}{missing}"
 
 
 def _build(path: Path, config: dict, ports: str, ignored: list[str]) -> Any:

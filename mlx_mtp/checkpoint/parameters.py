@@ -46,6 +46,12 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and all(_equal(a[name], b[name]) for name in a)
 
 
+def is_targets(model: Any, name: str, module: nn.Module) -> bool:
+    """Return whether a drafter's module equals the target's LM head (name "head") or embedding ("embed_tokens")."""
+    theirs = model.unembedding() if name == "head" else model.embedding
+    return isinstance(theirs, nn.Module) and same(named(module), named(theirs))
+
+
 def _equal(a: mx.array, b: mx.array) -> bool:
     """Return whether two arrays have equal shapes and values; ROWS rows are read at a time, up to a difference."""
     if a.shape != b.shape or a.ndim < 2:

@@ -18,7 +18,8 @@ from ..cache.pool import Pool
 from ..cache.prompt_cache import PromptCache, make_prompt_cache
 from ..cache.slots import Span
 from ..cache.step_cache import CacheArrays
-from ..layers.made import Made, Plain, distance
+from ..layers.made import Made, Plain
+from ..layers.made_form import distance, take_form
 from ..machine.errors import first_line
 from .head_self_test import random_tokens
 
@@ -37,7 +38,7 @@ def probe(model: Any) -> str | None:
     model.become(Made)
     try:
         tokens = mx.array(random_tokens(model.vocab_size)[: PROMPT + KEPT + MORE + 1])[None]
-        model.take_form(tokens)
+        take_form(model, tokens)
         whole = model(tokens, cache=mlx_lm_caches_of(model))
         # mlx-lm's own rotating caches are wrong in pieces once they wrap, so noise is that of shorter texts.
         noise = distance(model(tokens[:, :PROMPT], cache=mlx_lm_caches_of(model)), whole[:, :PROMPT])

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from ..layers.mtp_spec import MTPSpec
-from ..layers.port import TUNED_PREFIX
+from ..layers.with_heads import TUNED_PREFIX
 from ..machine.paths import expanded
 from .files import Header, read_header
 from .weight_files import read_stored

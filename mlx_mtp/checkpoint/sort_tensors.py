@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from ..layers.mtp_spec import MTPSpec
-from ..layers.port import TUNED, TUNED_PREFIX
+from ..layers.with_heads import TUNED, TUNED_PREFIX
 from ..machine.errors import first_line
 from .files import FLOATS, FP8_SCALES, Header
 from .quant_methods import method_of

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..demo import SHIPPED_HEADS
 from ..layers.lm_head import KINDS, sliced
-from ..layers.port import TUNED
+from ..layers.with_heads import TUNED
 from ..machine import atomic
 from ..machine.paths import expanded
 from . import convert_writer as writer

@@ -16,7 +16,7 @@ from mlx_lm.models.ssm import compute_dt, ssm_update
 
 from ..kernels import mamba2_verify
 from .gated_delta import Recurrence
-from .port import MAX_RECYCLED
+from .with_heads import MAX_RECYCLED
 
 STEPPED_ROWS = MAX_RECYCLED + 1  # maximum rows of a verify
 

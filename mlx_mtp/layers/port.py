@@ -1,6 +1,5 @@
 """Define the mixin for mlx-lm's Model that adds MTP heads and the interface of the decode loop."""
 
-import copy
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,12 +10,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..cache.layer_cache import CacheKind
-from .lm_head import NormedRows, head_on, logits_of
 from .mtp_head import MTPHead
 from .mtp_spec import MTPSpec, pairs
 from .prompt_rows import NO_ROWS, PromptRows
 from .runtime import HasRuntime, Runtime
 from .three_axes import add_axes, on_axes
+from .with_heads import TUNED, TUNED_PREFIX, WithHeads
 
 Tensors = dict[str, mx.array]  # by checkpoint name or by parameter path
 
@@ -25,15 +24,6 @@ BLOCK_TENSORS = tuple((n, f"block.{n}") for n in ("self_attn", "mlp", "input_lay
 NEXTN_TENSORS = pairs("enorm hnorm eh_proj embed_tokens shared_head.norm=norm shared_head.head=head") + BLOCK_TENSORS
 # One layer of the trunk's kind after the trunk, which reads its own output: the heads of DeepSeek and GLM.
 NEXTN = MTPSpec(head="shared_or_own", embedding="shared_or_own", tensors=NEXTN_TENSORS)
-# The layout of heads that `mlx-mtp tune-heads --new` makes for any family: one recycled layer like the target's last
-# one, with the names of mlx-lm's parameters.
-TUNED_PREFIX = "tuned_mtp."
-TUNED = MTPSpec(
-    prefix=r"tuned_mtp\.(\d+)\.",
-    numbered="zero",
-    tensors=tuple((name, name) for name in ("enorm", "hnorm", "eh_proj", "block", "norm", "d2t")),
-)
-MAX_RECYCLED = 15  # maximum drafts of one recycled MTP head: a cycle's rows must fit into a ring's slack
 OUTSIDE = "outside."  # prefix of head tensors outside its block: norms, eh_proj and LM heads
 
 
@@ -53,7 +43,7 @@ MLA_KV_B = Renaming(r"\.kv_b_proj\.", (".embed_q.", ".unembed_out."), ".kv_b_pro
 SCALED_FP8 = Renaming(r"\.weight_scale_inv$", (".weight",))
 
 
-class Port(HasRuntime, nn.Module):
+class Port(WithHeads, HasRuntime, nn.Module):
     """Mixin that makes mlx-lm's Model with `model.embed_tokens`, `model.layers` and `model.norm` a `target.Target`.
 
     `Target` documents the methods that the decode loop calls. A port sets SPEC and, if they differ from the defaults,
@@ -80,8 +70,6 @@ class Port(HasRuntime, nn.Module):
     args: Any
     model: Any
     layers: Any
-    mtp: Sequence[Any]
-    drafter: Any = None  # drafts instead of the heads
 
     def __init_subclass__(cls) -> None:
         if not issubclass(base := cls.__bases__[-1], Port):
@@ -112,17 +100,6 @@ class Port(HasRuntime, nn.Module):
         """Create the decoder layer of an MTP head: by default one more layer of the target's kind."""
         return self.BLOCK[0](self.args, self.args.num_hidden_layers + depth)
 
-    def like_last_layer(self) -> Any:
-        """Return a copy of the last layer with attention; ValueError if every layer has a recurrent state."""
-        return copy.deepcopy(self.cached_layers()[self.last_attention()])
-
-    def last_attention(self) -> int:
-        """Return the index, among the layers with a cache, of the last one with attention; ValueError without one."""
-        kinds = [(i, kind) for i, kind in enumerate(self.windows()) if kind is None or isinstance(kind, int)]
-        if not kinds:
-            raise ValueError("no layer of the model has attention, of which a new head could be made")
-        return kinds[-1][0]
-
     @property
     def vocab_size(self) -> int:
         return self.args.vocab_size
@@ -131,12 +108,6 @@ class Port(HasRuntime, nn.Module):
     def language(self) -> Any:
         """The module that contains the LM head."""
         return self
-
-    @property
-    def max_draft_tokens(self) -> int:
-        if self.drafter is not None:
-            return self.drafter.most
-        return MAX_RECYCLED if self.spec.topology == "recycle" and len(self.mtp) == 1 else len(self.mtp)
 
     def embedded(self, tokens: mx.array) -> mx.array:
         """Return the embeddings [n, L, H] of tokens, which the first layer reads."""
@@ -169,18 +140,14 @@ class Port(HasRuntime, nn.Module):
         return mx.concatenate([stream[-1], *(stream[i] for i in self.taps)], axis=-1) if self.taps else stream[-1]
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        """Numbers of layers after which `hidden` captures the residual stream, too; 0 is before the first layer."""
-        if self.drafter is not None:
-            return self.drafter.reads
-        return () if isinstance(self.spec.capture, str) else self.spec.capture
+    def width(self) -> int:
+        return self.model.norm.weight.size
 
-    def embed(self, tokens: mx.array, depth: int | None = 0) -> mx.array:
-        head = None if depth is None else self.mtp[depth]
-        return (self.model if head is None or "embed_tokens" not in head else head).embed_tokens(tokens)
+    @property
+    def embedding(self) -> Any:
+        return self.model.embed_tokens
 
     def unembedding(self, depth: int | None = None) -> Any:
-        """Return the LM head or the tied embedding; for an MTP head with its own LM head, that one."""
         if depth is not None and "head" in self["mtp"][depth]:
             return self["mtp"][depth]["head"]
         language = self.language
@@ -189,54 +156,14 @@ class Port(HasRuntime, nn.Module):
         return self.model.embed_tokens
 
     def normed(self, hidden: mx.array) -> mx.array:
-        """Norm rows from `hidden` for the LM head: [..., H]."""
-        return self.model.norm(hidden[..., : self.model.norm.weight.size] if self.taps else hidden)
-
-    def logits(self, hidden: mx.array) -> mx.array:
-        return logits_of(self.unembedding(), self.normed(hidden))
-
-    def choice(self, hidden: mx.array) -> NormedRows | None:
-        head = head_on(self.unembedding())
-        return None if head is None else NormedRows(head, self.normed(hidden).flatten(0, 1))
-
-    def capture(self, hidden: mx.array) -> mx.array:
-        """Return an MTP head's input [..., H] for rows of `hidden`: before or after the final norm, or fused taps."""
-        if not isinstance(self.spec.capture, str):
-            return self.mtp[0].fused(hidden[..., self.model.norm.weight.size :])
-        if self.spec.capture == "post":
-            return self.normed(hidden)
-        return hidden[..., : self.model.norm.weight.size] if self.taps else hidden
-
-    def draft_logits(self, depth: int, output: mx.array) -> mx.array:
-        return logits_of(self.unembedding(depth), self.mtp[depth].norm(output))
-
-    def draft_choice(self, depth: int, output: mx.array) -> mx.array:
-        rows = self.draft_rows(depth, output)
-        if rows is None:
-            return mx.argmax(self.draft_logits(depth, output), axis=-1).astype(mx.int32)
-        return rows.greedy().reshape(output.shape[:2])
-
-    def draft_rows(self, depth: int, output: mx.array) -> NormedRows | None:
-        head = head_on(self.unembedding(depth))
-        return None if head is None else NormedRows(head, self.mtp[depth].norm(output).flatten(0, 1))
+        return self.model.norm(hidden[..., : self.width] if self.taps else hidden)
 
     def no_hidden(self) -> mx.array:
-        return mx.zeros((1, 1, self.model.norm.weight.size), self.model.norm.weight.dtype)
-
-    def cached_layers(self) -> list[Any]:
-        """Return the layers that have a cache."""
-        return list(self.layers)
+        return mx.zeros((1, 1, self.width), self.model.norm.weight.dtype)
 
     def windows(self) -> list[CacheKind]:
         """Return one window (None: all positions) or other cache kind per layer of `cached_layers`."""
         return [None] * len(self.layers)
-
-    def head_windows(self) -> list[CacheKind]:
-        if self.drafter is not None:
-            return [*self.drafter.windows]
-        if self.spec.prefix == TUNED.prefix and self.mtp:
-            return [self.windows()[self.last_attention()]]
-        return [head.window for head in self.mtp]
 
     def renamed(self, name: str) -> list[str]:
         """Return the parameter paths that a checkpoint tensor becomes, or is a part of; a port may return none."""

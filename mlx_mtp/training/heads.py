@@ -17,8 +17,8 @@ from ..checkpoint.expand_heads import QUANTIZED
 from ..checkpoint.tuned import lend_rows
 from ..layers.lm_head import sliced
 from ..layers.mtp_head import MTPHead
-from ..layers.port import TUNED
 from ..layers.scaled import SCALE
+from ..layers.with_heads import TUNED
 
 LOW_RANK = LoRALinear, LoRASwitchLinear
 Formats = dict[str, dict[str, Any]]

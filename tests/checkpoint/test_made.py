@@ -1,7 +1,7 @@
 """Make ports of mlx-lm's own models: drafts with mlx-lm's text, and models that the probe refuses."""
 
-import importlib
-
+import block_drafters
+import drafters
 import families
 import mlx.core as mx
 import mlx.nn as nn
@@ -39,7 +39,7 @@ def test_drafts_do_not_change_the_text(made, monkeypatch, wrong):
     stats = mlx_mtp.Stats()
     monkeypatch.setattr(model, "drafter", OracleDrafts(model, PROMPT + text, wrong))
     assert text_of(model, num_draft_tokens=7, adaptive=False, stats=stats) == text
-    assert stats.num_draft_tokens > TOKENS // 8
+    assert sum(stats.drafted) > TOKENS // 8
 
 
 def test_copies_small_models_and_files(made, monkeypatch, tmp_path):
@@ -55,10 +55,7 @@ def test_copies_small_models_and_files(made, monkeypatch, tmp_path):
 def test_report_and_levels(made):
     model, _ = made
     assert isinstance(model, Made)
-    assert (
-        f"port       made of mlx-lm's model: drafts from tokens (rows of {type(model.form.inner).__name__})"
-        in str(model.report)
-    )
+    assert "port       made of mlx-lm's model: tokens, streams; no kv_bits: heads of" in str(model.report)
 
 
 def test_a_small_model_of_a_family_without_a_port(tmp_path):
@@ -154,11 +151,47 @@ def test_logits_that_the_rows_do_not_make_are_the_rows():
     assert model.no_hidden().shape[-1] == model.vocab_size
 
 
-def test_a_norm_is_no_lie():
+def test_a_model_that_does_not_lie():
     model = lying()
     assert probe(model) is None
     assert isinstance(model.form.inner, starcoder2.Starcoder2Model)
-    assert not any(
-        isinstance(value, nn.Module) for value in vars(model.form).values() if value is not model.form.inner
-    )
-    assert importlib.import_module("mlx_lm.models.starcoder2").Model in type(model).__mro__
+    assert model.form.no_streams is None
+
+
+@pytest.mark.parametrize("kind", ["eagle3", *block_drafters.KINDS])
+@pytest.mark.parametrize("family", ["starcoder2", "gpt_oss"])
+def test_drafters_that_read_streams(family, kind, tmp_path):
+    target, reference = families.headless(tmp_path / "target", CONFIGS[family])
+    if kind == "eagle3":
+        drafter = drafters.save(tmp_path / "drafter", drafters.CONFIG, 32)
+    else:
+        drafter = block_drafters.save_for(tmp_path / "drafter", kind, 32, 13)
+    model, stats = mlx_mtp.load_model(target, draft_model=drafter), mlx_mtp.Stats()
+    text = [int(token) for token, _ in mlx_lm_steps(mx.array(PROMPT), reference, max_tokens=TOKENS)]
+    assert text_of(model, num_draft_tokens=3, adaptive=False, stats=stats) == text
+    assert sum(stats.drafted) > TOKENS // 2
+    hidden = model.hidden(mx.array(PROMPT)[None], mlx_mtp.make_prompt_cache(model).layers)
+    assert mx.allclose(hidden[..., 32:], streams(reference, PROMPT, model.taps), 1e-4, 1e-4)
+
+
+class Recording(nn.Module):
+    """A layer that records what it reads and returns."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def __call__(self, x, *given, **options):
+        object.__setattr__(self, "read", x)
+        object.__setattr__(self, "returned", self.layer(x, *given, **options))
+        return self.returned
+
+
+def streams(reference, tokens, taps):
+    """Return the residual stream before the first layer (0) and after each layer, at `taps`, of mlx-lm's model."""
+    caches = mlx_lm_caches.make_prompt_cache(reference)
+    reference.model.layers = [Recording(layer) for layer in reference.model.layers]
+    reference(mx.array(tokens)[None], cache=caches)
+    layers = reference.model.layers
+    found = [layers[0].read, *(layer.returned for layer in layers)]
+    return mx.concatenate([found[i] for i in taps], axis=-1)

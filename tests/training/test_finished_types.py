@@ -8,7 +8,7 @@ from mlx.utils import tree_flatten
 
 import mlx_mtp
 from mlx_mtp.checkpoint.tuned import write_heads
-from mlx_mtp.layers.port import TUNED
+from mlx_mtp.layers.with_heads import TUNED
 from mlx_mtp.training import heads
 
 BEFORE = {"float16": None, "8 bits": {"bits": 8}, "mxfp4": {"mode": "mxfp4"}, "mxfp8": {"mode": "mxfp8"}}
