@@ -79,8 +79,13 @@ def test_rejections_of_every_length(model_type, seed, tmp_path):
         assert runs.with_lookup(model, prompt, LONG) == text
         for at in (1, 5, 13, 30):
             assert runs.resumed(model, tmp_path / "cache.safetensors", prompt, text, at, 4) == text, at
-    for k in (1, 3, 7):
+    for k in () if "no batches" in ROWS[model_type] else (1, 3, 7):
         assert runs.together(model, runs.PROMPTS, texts, k, seed) == texts, k
+    if model.NO_KV_BITS is None:
+        bits = {"kv_bits": 8, "kv_group_size": 32}
+        for prompt in runs.PROMPTS:
+            text = runs.drafted(model, prompt, LONG, num_draft_tokens=0, **bits)
+            assert runs.with_wrong(model, prompt + text, prompt, LONG, 4, seed, **bits) == text
 
 
 @sweep

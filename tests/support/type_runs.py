@@ -97,8 +97,9 @@ def streams(model: Any, tokens: mx.array, number: int) -> mx.array:
 
 
 def plain_text(model: Any, prompt: list[int], n: int) -> list[int]:
-    """Return n greedy tokens of mlx-lm's model with mlx-lm's caches."""
-    cache, tokens, found = make_prompt_cache(model), mx.array([prompt]), []
+    """Return n greedy tokens of mlx-lm's model with mlx-lm's caches, read in the passes of `mlx_lm.generate`."""
+    cache, tokens, found = make_prompt_cache(model), mx.array([prompt[-1:]]), []
+    model(mx.array([prompt[:-1]]), cache=cache)
     for _ in range(n):
         tokens = mx.argmax(model(tokens, cache=cache)[:, -1:], axis=-1)
         found += tokens[0].tolist()

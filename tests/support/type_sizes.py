@@ -1,6 +1,6 @@
 """Small values of the fields of mlx-lm's configurations, and what single model types need instead."""
 
-HIDDEN, INNER, HEADS, KV_HEADS, HEAD, VOCAB, WINDOW, EXPERTS = 64, 96, 4, 2, 16, 128, 8, 4
+HIDDEN, INNER, HEADS, KV_HEADS, HEAD, VOCAB, WINDOW, EXPERTS = 128, 96, 4, 2, 32, 128, 8, 4
 LAYERS = 2  # one dense, one with experts; one with a window, one without; one recurrent, one not
 SLIDING, FULL = "sliding_attention", "full_attention"
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -21,14 +21,13 @@ SMALL = {
     **_every("num_hidden_layers num_layers n_layer n_layers num_transformer_layers", LAYERS),
     **_every("num_attention_heads num_heads n_head n_heads swa_num_attention_heads", HEADS),
     **_every("num_key_value_heads num_kv_heads n_kv_heads swa_num_key_value_heads num_attention_groups", KV_HEADS),
-    **_every(
-        "head_dim global_head_dim kv_channels hidden_size_per_head swa_head_dim v_head_dim swa_v_head_dim", HEAD
-    ),
-    **_every("qk_rope_head_dim", 8),
+    **_every("head_dim global_head_dim kv_channels hidden_size_per_head swa_head_dim", HEAD),
+    **_every("v_head_dim swa_v_head_dim", HEAD),
+    **_every("qk_rope_head_dim index_head_dim", 2 * HEAD),
     **_every("qk_nope_head_dim", HEAD),
-    **_every("kv_lora_rank o_lora_rank", 16),
+    **_every("kv_lora_rank o_lora_rank", HEAD),
     **_every("q_lora_rank", 24),
-    **_every("index_head_dim index_topk", 8),
+    **_every("index_topk", 8),
     **_every("index_n_heads", 4),
     **_every("rotary_dim", 8),
     **_every("max_position_embeddings n_positions n_ctx model_max_length block_size", 512),
@@ -112,6 +111,7 @@ EXCEPTIONS = {
     },
     "deepseek_v2": {"rope_scaling": YARN, "topk_method": "greedy", "n_group": 2},
     "deepseek_v41": {
+        "qk_rope_head_dim": 16,
         "num_hidden_layers": 4,
         "compress_ratios": [0, 2, 2, 0],
         "kv_source_layer_ids": [1],
@@ -120,7 +120,7 @@ EXCEPTIONS = {
     },
     "exaone4": {"sliding_window_pattern": "LG"},
     "exaone_moe": {"is_moe_layer": [False, True]},
-    "falcon_h1": {"mamba_d_ssm": 64},
+    "falcon_h1": {"mamba_d_ssm": HIDDEN},
     "gear": {"num_hidden_layers": 3, "layer_types": [SLIDING, FULL, "conv_mixer"]},
     "gemma3n": {
         **SHARING,
@@ -169,6 +169,7 @@ EXCEPTIONS = {
         "interleave_moe_layer_step": 2,
     },
     "llama4_text": {"no_rope_layers": [1, 0]},
+    "longcat_flash_ngram": {"ngram_vocab_size_ratio": 8},
     "longcat_flash": {"attention_method": "MLA", "zero_expert_type": "identity"},
     "mamba2": {"time_step_limit": [0.0, 100.0]},
     "mellum": BY_LAYER,
@@ -182,8 +183,8 @@ EXCEPTIONS = {
         "rope_scaling": {
             "type": "longrope",
             "original_max_position_embeddings": 64,
-            "short_factor": [1.0] * 4,
-            "long_factor": [2.0] * 4,
+            "short_factor": [1.0] * HEAD,
+            "long_factor": [2.0] * HEAD,
         }
     },
     "minimax_m3_vl": {
@@ -227,7 +228,7 @@ EXCEPTIONS = {
     # The model excludes tokens up to this size of the vocabulary.
     "phi3small": {
         "vocab_size": 100352,
-        "hidden_size": HEAD,
+        "hidden_size": 16,
         "ff_intermediate_size": 32,
         "dense_attention_every_n_layers": 2,
         "gegelu_limit": 20.0,
@@ -237,7 +238,6 @@ EXCEPTIONS = {
     "prism_hadamard_qwen35": {
         "tensor_namespace": "mlx-vlm-qwen3_5",
         "quantization": {"bits": 2, "group_size": 128, "mode": "affine"},
-        "hidden_size": 128,
         "modules": [
             {"path": "model.embed_tokens", "embedding": True, "dtype": "float16", "block": 0},
             {"path": "model.layers.1.self_attn.q_proj", "embedding": False, "dtype": "float16", "block": 0},
