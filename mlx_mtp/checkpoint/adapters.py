@@ -137,7 +137,8 @@ def _apply(model: Any, path: Path) -> dict[str, mx.array]:
         tensors = _read(path / PEFT, "adapters of PEFT")
         put_on(model, CONFIG, config, PEFT, tensors)
     else:
-        tensors = _read(path / MLX_LM, "adapters of mlx-lm")
+        read = _read(path / MLX_LM, "adapters of mlx-lm")
+        tensors = {name.removeprefix(getattr(model, "PREFIX", "")): w for name, w in read.items()}
         _put_on(model, config, tensors)
     if mx.default_device() == mx.cpu:  # where MLX multiplies experts in float32 only
         for module in model.modules():

@@ -20,6 +20,7 @@ from mlx_lm.utils import get_total_parameters, save_config
 from ..layers.blocks import is_blocks
 from ..layers.scaled import SCALE
 from ..layers.with_heads import TUNED
+from ..layers.wrapped import Wrapped
 from ..machine import atomic
 from ..machine.errors import one_line
 from ..machine.paths import expanded
@@ -97,11 +98,12 @@ class ConversionSource:
         """Return (the target's tensors by mlx-lm's names, the heads' by the hub's)."""
         found = named(self.model)
         heads = {stored_name(self.model, path): w for path, w in found.items() if path.startswith("mtp.")}
-        return {path: w for path, w in found.items() if not path.startswith("mtp.")}, heads
+        return {stored_name(self.model, path): w for path, w in found.items() if not path.startswith("mtp.")}, heads
 
     def new_config(self) -> dict[str, Any]:
         """Return config.json, with the vision tower's part, if any, and the model's new type and quantization."""
-        found = listed(formats(self.model))
+        forms = formats(self.model).items()
+        found = listed({p if p.startswith("mtp.") else stored_name(self.model, p): form for p, form in forms})
         return _renewed(self.tower.config if self.tower else self.config, self.dtype) | (
             {} if found is None else {"quantization": found}
         )
@@ -121,6 +123,8 @@ class ConversionSource:
         if modes := sorted({module.mode for module in self.model.modules() if is_blocks(module)}):
             packed = f"weights in {', '.join(modes)} are read by mlx_mtp, not by mlx-lm"
             warnings.warn(f"{self.path}: {packed}", stacklevel=3)
+        if isinstance(self.model, Wrapped) and (left := ", ".join(self.contents.ignored)):
+            warnings.warn(f"{self.path}: only the language model is written, without {left}", stacklevel=3)
         facts = vision_facts(self.config, self.tower, self.blind, self.contents.ignored)
         return make_report(self.model, self.config, source=place, norms=norms, **facts)
 

@@ -140,7 +140,7 @@ def format_of_heads(
 def formats(model: nn.Module) -> dict[str, Format]:
     """Return the format of every quantized module by its path."""
     found: Any = [(path, m) for path, m in model.named_modules() if "scales" in m]
-    return {path: Format(m.group_size, m.bits, m.mode) for path, m in found}
+    return {path: Format(m.group_size, m.bits, getattr(m, "mode", "affine")) for path, m in found}
 
 
 def listed(found: dict[str, Format]) -> dict[str, Any] | None:

@@ -160,7 +160,7 @@ def inspect_checkpoint(path: Path, *, values: bool = True, ranks: int = 1) -> In
     tower = tried(find_tower_files, path, config, stored, None) if stored and port else None
     parts = _parts(contents, model, tower.tensors if tower else {})
     longest = _number(config, "max_position_embeddings")
-    part = tried(_part_of, model, ranks, config["model_type"]) if model is not None and ranks > 1 else None
+    part = tried(_part_of, model, ranks, config) if model is not None and ranks > 1 else None
     return Inspection(
         path=str(path),
         family=config.get("model_type"),
@@ -284,14 +284,14 @@ def _buffers(model: Any, longest: int | None) -> Buffers:
     return count_buffers(make_prompt_cache(model), min(CONVERSATION, longest or CONVERSATION), LEAST_CHUNK)
 
 
-def _part_of(model: Any, ranks: int, name: str) -> int:
+def _part_of(model: Any, ranks: int, config: dict) -> int:
     """Reduce the model, which is modified, to one rank's part, and return the bytes of the target that are left.
 
-    name: the model_type; ValueError if it has no port, or cannot be split over these ranks.
+    config: config.json; ValueError if its model_type has no port, or cannot be split over these ranks.
     """
-    if find_port({"model_type": name}) is None:
-        raise ValueError(f"ranks={ranks}: model_type {name!r} cannot be split; allowed is 1")
-    take_part(model, RankShare(ranks), name)
+    if find_port(config) is None:
+        raise ValueError(f"ranks={ranks}: model_type {config['model_type']!r} cannot be split; allowed is 1")
+    take_part(model, RankShare(ranks), config["model_type"])
     return nbytes(model.parameters()) - nbytes(model.get("mtp", []))
 
 

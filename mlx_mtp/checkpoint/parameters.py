@@ -34,9 +34,9 @@ def named(module: nn.Module) -> dict[str, Any]:
 
 
 def stored_name(model: Any, path: str) -> str:
-    """Return the name under which a conversion stores a parameter: a head's is the hub's name."""
+    """Return the name under which a conversion stores a parameter, or a module: in a head the hub's name."""
     if not path.startswith("mtp."):
-        return path
+        return model.PREFIX + path
     _, depth, inside = path.split(".", 2)
     return model.spec.name(int(depth), inside, model.args.num_hidden_layers)
 

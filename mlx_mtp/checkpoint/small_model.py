@@ -1,6 +1,5 @@
 """Load a small model as the drafter of a target that has the same tokens."""
 
-import json
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,7 +30,7 @@ def is_small_model(path: Path) -> bool:
     False also if its config.json or a weight file cannot be read.
     """
     with suppress(ValueError, OSError, KeyError, TypeError, RecursionError):
-        if find_family(config := json.loads((path / "config.json").read_text())) is None:
+        if find_family(config := read_config(path)) is None:
             return False
         names = read_header(sorted(path.glob("*.safetensors"))).keys()
         embedded = any("embed" in name.rpartition(".weight")[0].rpartition(".")[2] for name in names)

@@ -19,6 +19,7 @@ from .weight_files import StoredTensors, read_stored
 T = TypeVar("T")
 NUMBER = re.compile(r"\.(\d+)\.")  # of a layer, in a tensor's name
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
+TOP = re.compile(r"(model\.)?[^.]*\.?")  # the part of a model that a tensor belongs to
 OF_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)")
 HEAD = re.compile(r"(^|\.)\w*(mtp|nextn|eagle|draft)\w*\.")  # of a head, in any layout
 # Scales of activations, of modelopt and compressed-tensors.
@@ -227,6 +228,8 @@ def _without_heads(trunk: Header, heads: Header, layers: int) -> tuple[Header, s
 
 def ignored_by(port: ModuleType, name: str) -> str | None:
     """Return the prefix or suffix that marks a tensor as unused in text decoding; None for a tensor that is used."""
+    if port.Model.OWN and not port.Model.OWN.match(name):
+        return TOP.match(name)[0]  # type: ignore[index]
     affixes = (*port.Model.IGNORED, *OF_ACTIVATIONS)
     return next((a for a in affixes if name.startswith(a) or name.endswith(a)), None)
 

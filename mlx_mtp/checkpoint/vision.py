@@ -163,7 +163,7 @@ def vision_facts(config: dict, vision: Any, blind: str, ignored: tuple[str, ...]
     """
     kind = find_tower(config)
     if kind is None or vision is None:
-        return {"vision": blind if kind else "", "ignored": ignored}
+        return {"vision": blind if kind or "vision_config" in config else "", "ignored": ignored}
     left = tuple(pattern for pattern in ignored if pattern.removesuffix("*") not in kind.PREFIXES)
     return {"vision": f"{vision.summary}; read at the first picture", "ignored": left}
 

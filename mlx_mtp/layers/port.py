@@ -39,6 +39,11 @@ class Renaming(NamedTuple):
 
 
 NUMBERED_EXPERTS = Renaming(r"\.mlp\.experts\.\d+\.", (".mlp.switch_mlp.",), ".mlp.experts.*.")
+GATE_UP = (".switch_mlp.gate_proj.weight", ".switch_mlp.up_proj.weight")
+FUSED_EXPERTS = (
+    Renaming(r"\.experts\.gate_up_proj$", GATE_UP, ".experts.gate_up_proj"),
+    Renaming(r"\.experts\.down_proj$", (".switch_mlp.down_proj.weight",), ".experts.down_proj"),
+)
 MLA_KV_B = Renaming(r"\.kv_b_proj\.", (".embed_q.", ".unembed_out."), ".kv_b_proj.")
 SCALED_FP8 = Renaming(r"\.weight_scale_inv$", (".weight",))
 
@@ -53,6 +58,8 @@ class Port(WithHeads, HasRuntime, nn.Module):
     SPEC: MTPSpec
     BASE: Any  # class whose `sanitize` is used: by default mlx-lm's Model
     IGNORED: tuple[str, ...] = ()  # prefixes and suffixes of tensors that text decoding does not use
+    OWN: re.Pattern | None = None  # how the names of all other tensors begin; None: in any way
+    PREFIX = ""  # of the target's tensors in a conversion
     IMPLIED: tuple[tuple[str, Any], ...] = ()  # keys of config.json and the only value that is implemented
     ZERO_CENTRED: tuple[str, str] | None = None  # regexes of names found only in hub / only in converted checkpoints
     RENAMED: tuple[Renaming, ...] = ()  # what `sanitize` does to names, for messages

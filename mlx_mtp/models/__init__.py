@@ -21,6 +21,8 @@ from typing import Any
 
 from mlx_lm.utils import MODEL_REMAPPING
 
+from ..layers.wrapped import wrapped_port
+
 DRAFTERS = ("eagle3", "dflash")
 # Added to mlx-lm's aliases of a model_type: a text model exported without its wrapper, with a flat config.json.
 REMAPPED = {**MODEL_REMAPPING, "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
@@ -34,17 +36,28 @@ def port_names() -> list[str]:
 def find_port(config: dict) -> ModuleType | None:
     """Return the port of a config.json's model_type, aliases included; None if it has no port.
 
-    KeyError without a model_type.
+    The port of a wrapper (`layers.wrapped`) is made from that of its language model. KeyError without a model_type.
     """
-    model_type = REMAPPED.get(config["model_type"], config["model_type"])
-    return importlib.import_module(f".{model_type}", __package__) if model_type in port_names() else None
+    name = _aliased(config["model_type"])
+    return _written(name) or wrapped_port(_of_mlx_lm(name), config, _written)
 
 
 def find_family(config: dict) -> ModuleType | None:
     """Return the module of a config.json's model_type or its alias: its port, else mlx-lm's module, else None."""
-    if port := find_port(config):
-        return port
-    name = REMAPPED.get(config["model_type"], config["model_type"])
+    return find_port(config) or _of_mlx_lm(_aliased(config["model_type"]))
+
+
+def _aliased(model_type: str) -> str:
+    return REMAPPED.get(model_type, model_type)
+
+
+def _written(name: str) -> ModuleType | None:
+    """Return the port in this directory with this name, None without one."""
+    return importlib.import_module(f".{name}", __package__) if name in port_names() else None
+
+
+def _of_mlx_lm(name: str) -> ModuleType | None:
+    """Return mlx-lm's module of a family, None if there is none that can be imported."""
     try:
         return importlib.import_module(f"mlx_lm.models.{name}")
     except (ImportError, SystemExit):  # one of mlx-lm's modules exits where a package is missing

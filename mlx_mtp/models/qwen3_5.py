@@ -18,7 +18,7 @@ from ..cache.layer_cache import CacheKind
 from ..cache.recurrent import RecurrentCache
 from ..layers.gated_delta import GatedDelta
 from ..layers.mtp_spec import MTPSpec, pairs
-from ..layers.port import Port, Renaming
+from ..layers.port import FUSED_EXPERTS, Port, Renaming
 from ..layers.three_axes import AxesAttention
 
 QWEN_MTP = MTPSpec(
@@ -61,12 +61,7 @@ class Model(Port, qwen3_5.Model):
     IMPLIED = (("attn_output_gate", True),)
     ZERO_CENTRED = (r"^model\.language_model\.|\.experts\.gate_up_proj$", r"^language_model\.model\.|\.switch_mlp\.")
     RENAMED = (
-        Renaming(
-            r"\.experts\.gate_up_proj$",
-            (".switch_mlp.gate_proj.weight", ".switch_mlp.up_proj.weight"),
-            ".experts.gate_up_proj",
-        ),
-        Renaming(r"\.experts\.down_proj$", (".switch_mlp.down_proj.weight",), ".experts.down_proj"),
+        *FUSED_EXPERTS,
         Renaming(r"^model\.language_model\.", ("language_model.model.",)),
         Renaming(r"^(?!language_model\.|mtp\.\d)", ("language_model.",)),
     )

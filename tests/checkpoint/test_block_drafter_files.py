@@ -126,9 +126,9 @@ def test_foreign_directories(tmp_path, target):
     refused(target, block_drafters.save(tmp_path / "wide", wide), "fc.weight has shape .* 2 x 32 features")
     config = json.loads((target / "config.json").read_text())
     foreign = tiny.save(
-        tmp_path / "foreign", {**config, "model_type": "phi3"}, mx.load(str(target / "model.safetensors"))
+        tmp_path / "foreign", {**config, "model_type": "phi99"}, mx.load(str(target / "model.safetensors"))
     )
-    refused(target, foreign, "a model of 5 layers, model_type 'phi3'; a drafter is .*EAGLE-3.*, or a block drafter")
+    refused(target, foreign, "a model of 5 layers, model_type 'phi99'; a drafter is .*EAGLE-3.*, or a block drafter")
     without = tiny.save(tmp_path / "without", C, {n: a for n, a in w.items() if n != "fc.weight"})
     refused(target, without, "tensor fc.weight is missing")
     with pytest.raises(ValueError, match=r"tensor fc\.weight is missing"):

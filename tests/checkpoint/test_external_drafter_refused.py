@@ -27,8 +27,8 @@ def refused(target, drafter, match, **options):
 
 def test_a_whole_model_of_a_family_without_a_port(tmp_path, target):
     weights = mx.load(str(target / "model.safetensors"))
-    foreign = tiny.save(tmp_path, {**TARGET, "model_type": "phi3"}, weights)
-    refused(target, foreign, r"a model of 4 layers, model_type 'phi3'; a drafter is an EAGLE-3 head: .*midlayer")
+    foreign = tiny.save(tmp_path, {**TARGET, "model_type": "phi99"}, weights)
+    refused(target, foreign, r"a model of 4 layers, model_type 'phi99'; a drafter is an EAGLE-3 head: .*midlayer")
 
 
 def test_a_head_of_the_first_two_generations(tmp_path, target):

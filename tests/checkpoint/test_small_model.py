@@ -118,8 +118,8 @@ def test_damaged_directories(tmp_path, target):
     for i, (tensors, match) in enumerate(cases):
         path = tiny.save(tmp_path / str(i), config, tensors)
         refused(match, target, draft_model=path, load=mlx_mtp.load_model)
-    foreign = tiny.save(tmp_path / "foreign", {**config, "model_type": "phi3"}, weights)
-    refused("a model of 5 layers, model_type 'phi3'", target, draft_model=foreign, load=mlx_mtp.load_model)
+    foreign = tiny.save(tmp_path / "foreign", {**config, "model_type": "phi99"}, weights)
+    refused("a model of 5 layers, model_type 'phi99'", target, draft_model=foreign, load=mlx_mtp.load_model)
 
 
 def test_a_cache_of_another_small_model_is_refused(tmp_path, target):
