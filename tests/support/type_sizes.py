@@ -194,6 +194,7 @@ EXCEPTIONS = {
         "index_topk_blocks": 2,
     },
     "ministral3": {"rope_parameters": YARN},
+    "mistral3": {"layer_types": [FULL] * 2},
     "mistral4": {"rope_parameters": YARN},
     "muse_spark": {
         "num_shared_experts": 0,
@@ -246,7 +247,7 @@ EXCEPTIONS = {
     "qwen3_5": {"num_experts": 0, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
     "qwen3_5_moe": {"num_experts": EXPERTS},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
-    "smollm3": {"no_rope_layer_interval": 2},
+    "smollm3": {"layer_types": [FULL] * 2, "no_rope_layer_interval": 2},
     "spark2_5": BY_LAYER,
     "step3p5": {"moe_layers_enum": "1"},
 }
