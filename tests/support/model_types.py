@@ -5,6 +5,7 @@ import importlib
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import mlx.core as mx
 import mlx_lm.models
@@ -36,14 +37,11 @@ def module_of(model_type: str) -> ModuleType:
 def tiny_config(model_type: str) -> dict:
     """Return a config.json of a few layers of every kind that the type has."""
     module, inner = module_of(model_type), INSIDE.get(model_type, model_type)
+    family: Any = find_family({"model_type": model_type})
     config = _small(module.ModelArgs, model_type, model_type)
     if "text_config" not in _fields(module.ModelArgs):
         return config
-    return config | {
-        "text_config": _small(
-            text_args(find_family({"model_type": model_type}), {"model_type": inner}), inner, model_type
-        )
-    }
+    return config | {"text_config": _small(text_args(family, {"model_type": inner}), inner, model_type)}
 
 
 def _fields(arguments: type) -> dict[str, bool]:

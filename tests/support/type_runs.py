@@ -62,6 +62,9 @@ class Reader(Drafter):
     def __init__(self, reads: tuple[int, ...]):
         self.reads = reads
 
+    def propose(self, frame: Any, run: Any, k: int) -> Drafts:
+        return NO_DRAFTS
+
 
 class Noting:
     """Mixin of a layer: appends each output's stream to `notes`, before the first one also its input."""
@@ -98,11 +101,12 @@ def streams(model: Any, tokens: mx.array, number: int) -> mx.array:
 
 def plain_text(model: Any, prompt: list[int], n: int) -> list[int]:
     """Return n greedy tokens of mlx-lm's model with mlx-lm's caches, read in the passes of `mlx_lm.generate`."""
-    cache, tokens, found = make_prompt_cache(model), mx.array([prompt[-1:]]), []
+    cache, tokens = make_prompt_cache(model), mx.array([prompt[-1:]])
+    found: list[int] = []
     model(mx.array([prompt[:-1]]), cache=cache)
     for _ in range(n):
         tokens = mx.argmax(model(tokens, cache=cache)[:, -1:], axis=-1)
-        found += tokens[0].tolist()
+        found.append(int(tokens.item()))
     return found
 
 
