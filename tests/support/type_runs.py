@@ -23,7 +23,7 @@ PROMPTS = [
 
 
 class Wrong(Drafter):
-    """Drafts each sequence's true continuation, but one of them wrong, at a random place, or none.
+    """Drafts each sequence's true continuation, with one wrong draft at each place in turn, in random order, or none.
 
     accepted: the numbers of drafts before the wrong one, in all cycles.
     """
@@ -34,6 +34,7 @@ class Wrong(Drafter):
     def __init__(self, texts: list[list[int]], vocab: int, most: int, seed: int):
         self.texts, self.vocab, self.most, self.random = texts, vocab, most, random.Random(seed)
         self.accepted: set[int] = set()
+        self.next: list[int] = []
 
     def propose(self, frame: Any, run: Any, k: int) -> Drafts:
         if not k:
@@ -48,7 +49,8 @@ class Wrong(Drafter):
         text = next((text for text in self.texts if text[: len(known)] == known), self.texts[0])
         end = member.base + last + 2
         drafts = (text[end : end + k] + [0] * k)[:k]
-        if (at := self.random.randint(0, k)) < k:
+        self.next = self.next or self.random.sample(range(k + 1), k + 1)
+        if (at := min(self.next.pop(), k)) < k:
             drafts[at] = (drafts[at] + 1) % self.vocab
         self.accepted.add(at)
         return drafts
