@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .checkpoint.load import load, load_model
     from .checkpoint.report import Report
     from .decoding.memory_needs import Budget
+    from .decoding.row_check import check_rows
     from .decoding.stats import Stats
     from .generate import GenerationResponse, batch_generate, generate, generate_step, stream_generate
     from .training.tune import tune_heads
@@ -29,6 +30,7 @@ __all__ = [
     "Stats",
     "__version__",
     "batch_generate",
+    "check_rows",
     "convert",
     "generate",
     "generate_step",
@@ -52,6 +54,7 @@ _HOMES = {
     **dict.fromkeys(("load_prompt_cache", "save_prompt_cache"), "cache.file"),
     "BatchGenerator": "batch.generator",
     "Budget": "decoding.memory_needs",
+    "check_rows": "decoding.row_check",
     "convert": "checkpoint.convert",
     "Report": "checkpoint.report",
     "Stats": "decoding.stats",

@@ -213,8 +213,14 @@ class ChatSession:
         return found[len(self._prefix_pictures) :] if before == len(self._system) else found
 
     def idle(self) -> IdleTrials:
-        """Return a context manager that runs pending kernel trials while the program waits; see IdleTrials."""
-        return IdleTrials(self.model)
+        """Return a context manager for the time in which the program waits, which runs pending kernel trials.
+
+        After the first answer it also checks rows, on a GPU, on the conversation's tokens; see IdleTrials.
+        """
+        check = self.model.runtime.row_check if self.answers else None
+        if check and not check.tokens:
+            check.tokens, check.positions = [*self.cache.tokens], self.positions
+        return IdleTrials(self.model, check)
 
     def ask(self, text: str, progress: Progress | None = None, images: Any = None) -> Responses:
         """Send a message and yield the answer's responses; `turn` contains the token counts and times.

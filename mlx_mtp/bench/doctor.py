@@ -12,7 +12,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..cache.layer_cache import CONTEXTS
 from ..decoding.options import default_chunk, default_draft_tokens
+from ..decoding.row_check import check_rows
 from ..emulator.compile import find_clang
 from ..kernels import on_metal
 from ..kernels.contraction import spelling
@@ -51,7 +53,7 @@ def examine(subject: Subject, progress: Progress) -> Result:
     found: Result = {"doctor": FORMAT, "environment": {**result.environment(), "gpu_cores": gpu_cores()}}
     found["metal"] = on_metal()
     parts: dict[str, Callable[[], Result]] = {"kernels": partial(_every, progress)}
-    parts |= {name: getattr(examined, name) for name in ("facts", "verify", "decode", "host")}
+    parts |= {name: getattr(examined, name) for name in ("facts", "rows", "verify", "decode", "host")}
     for name, run in parts.items():
         progress(PARTS[name])
         found[name] = _or_why({}, run)
@@ -196,6 +198,11 @@ class ExaminedModel:
         if on_metal():
             own = list(on_gpu("the model", "its kernels", lambda: kernels.sites, self.model.no_hidden().dtype))
         return {**self.subject.facts, "kernels": list(kernels.words), "found": own}
+
+    def rows(self) -> Result:
+        """Return the findings of `check_rows` in words, with the kernels of `facts`; on a CPU only at context 0."""
+        check_rows(self.model, contexts=CONTEXTS if mx.default_device() != mx.cpu else CONTEXTS[:1])
+        return {"words": self.model.report.rows}
 
     def verify(self) -> Result:
         """Return a result of `bench verify` on the whole model alone: 1 to 8 rows, stock and with the kernels."""

@@ -45,6 +45,7 @@ def name_of(kernel: Result) -> tuple[str, ...]:
 PARTS = {
     "kernels": "kernels",
     "facts": "the model",
+    "rows": "rows of a pass",
     "verify": "a verify of M rows",
     "decode": "decoding",
     "host": "a cycle by phase",
@@ -60,6 +61,7 @@ def page(found: Result) -> str:
         "Machine": ("environment", machine),
         "Kernels": ("kernels", kernels),
         "Every kernel": ("kernels", summary),
+        "Rows of a pass": ("rows", lambda found: iter([found["rows"]["words"]])),
         "Cost of a verify": ("verify", verify),
         "Decoding": ("decode", decoding),
         "A cycle by phase": ("host", host),

@@ -20,10 +20,12 @@ from ..decoding.memory_needs import Budget
 from ..layers.block_drafter import BlockNetwork
 from ..layers.blocks import place_blocks
 from ..layers.expert_rows import cut_experts, number_rows
+from ..layers.mtp_head import MTPHead
 from ..layers.mtp_spec import MTPSpec
 from ..layers.port import Port
 from ..layers.scaled import scale_outputs
 from ..layers.shared_rope import share_angles
+from ..layers.with_heads import TUNED
 from ..machine.errors import first_line, one_line
 from ..models.config.normalize import normalize
 from ..models.config.rope_modules import apply_rope
@@ -31,7 +33,7 @@ from ..ranks.group import Ranks
 from ..ranks.split import split
 from .block_drafter import attach_block, counted
 from .check_files import check_complete
-from .files import MAX_LAYERS, fill_model, read_tensors, resolve
+from .files import MAX_LAYERS, fill_model, read_header, read_tensors, resolve
 from .find_drafter import check_drafter_fits, read_drafter
 from .head_self_test import naming_config
 from .norm_conventions import conventions, warn_of_unusual
@@ -275,6 +277,25 @@ def attach_drafter(model: Any, path: Path, overrides: dict) -> tuple[str, tuple[
     """
     _, drafter, contents = _open_drafter(path, len(model.layers), model.width, overrides)
     return _attach(model, drafter, contents, path)
+
+
+def attach_new_head(model: Any, file: Path) -> str:
+    """Load a head of `tune-heads --new` from a file and attach it to a made port; return its source for the report.
+
+    ValueError for a file with other tensors, or a damaged one, or if the port's layers cannot be in a head.
+    """
+    header = read_header([file])
+    if not header or not all(TUNED.locate(name, 0) for name in header):
+        raise ValueError(f"mtp_path={file}: a family without a port has only heads of tune-heads --new")
+    draft_vocab = next((tensor.shape[0] for name, tensor in header.items() if name.endswith(".d2t")), 0)
+    spec = replace(TUNED, draft_vocab=draft_vocab)
+    head = MTPHead(spec, model.like_last_layer(), model.final_norm, model.vocab_size, mask_array=model.MASK_ARRAY)
+    drafter, contents = DrafterAlone(spec, head), Contents({}, header, 1, str(file), (), spec)
+    _load_drafter(drafter, contents, file, "")
+    check_numbers(named(drafter), partial(origin, drafter, contents))
+    drafter.eval()
+    model.spec, model.mtp = spec, drafter.mtp
+    return str(file)
 
 
 def _attach(model: Any, drafter: "DrafterAlone", contents: Contents, path: Path) -> tuple[str, tuple[str, ...]]:

@@ -22,7 +22,7 @@ def expand_heads(model: Any) -> None:
     ms of CPU time and three rows 11.6 ms, in float32 1.5 and 2.7 ms. The report gets the new number of bytes. Heads
     are not changed if they are not quantized, have fewer than LEAST bytes, or have a `foreign` module.
     """
-    if mx.default_device() != mx.cpu or drafting_bytes(model) < LEAST or model.model.norm.weight.dtype != mx.float32:
+    if mx.default_device() != mx.cpu or drafting_bytes(model) < LEAST or model.no_hidden().dtype != mx.float32:
         return
     drafting = [module for head in model.mtp for module in head.modules()]
     target = [module for path, module in model.named_modules() if not path.startswith(DRAFTING)]

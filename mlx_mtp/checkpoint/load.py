@@ -21,6 +21,7 @@ from ..decoding.graph_memory import nbytes
 from ..decoding.memory_needs import Budget
 from ..decoding.prefill import test_heads
 from ..decoding.prefill_chunk import prefill_chunk
+from ..decoding.row_check import prepare_rows
 from ..machine.errors import one_line
 from ..machine.ranges import FLAG, Allowed, InstanceOf, check_options
 from ..machine.stream import in_turn
@@ -261,6 +262,7 @@ def _load(path: Path, config: dict, options: LoadOptions) -> Any:
         small = drafter if drafter and is_small_model(drafter) else None
         model = load_made(path, config, drafting, budget, lazy=lazy, drafter=None if small else drafter)
         model.runtime.blind = open_vision(path, config, None, options.sight, 0)[1]
+        attach_tuned(model, drafting.mtp_path)
         if small:
             attach_small_model(model, small, budget, lazy=lazy)
     else:
@@ -303,6 +305,8 @@ def _finish(model: Any, path: Path, tokenizer: Any, options: LoadOptions) -> Non
     model.runtime.note(kernels=kernels, not_exact=not_exact)
     wire(nbytes(model.parameters()), options.wired)
     model.runtime.note(prefill_chunk=prefill_chunk(model, layout, lazy=lazy))
+    if not lazy:
+        prepare_rows(model, layout)
 
 
 def _test_or_defer(model: Any, path: Path, tokenizer: Any, *, defer: bool, expand: bool) -> None:

@@ -15,14 +15,14 @@ from mlx_lm import utils as mlx_lm_utils
 
 from ..decoding.memory_needs import Budget
 from ..layers.blocks import place_blocks
-from ..layers.made import Plain
+from ..layers.made import Plain, as_target
 from ..layers.scaled import scale_outputs
 from ..machine import atomic
 from ..machine.errors import one_line
 from ..models import port_names
 from ..models.config.normalize import normalize
 from ..models.config.rope_modules import apply_rope
-from .build import attach_drafter
+from .build import attach_drafter, attach_new_head
 from .cure import NeverDrafts
 from .files import fill_model, read_config, read_tensors
 from .packed.arrays import read_arrays
@@ -47,12 +47,11 @@ def load_made(
     is no small model. ValueError for options of heads, an unknown model_type, a damaged checkpoint, or too little
     memory, or a drafter that does not fit the model.
     """
-    name = config["model_type"]
+    name, overrides, heads = config["model_type"], drafting.mtp_overrides, drafting.mtp_path
     source, why = f"model_type {name!r} has no MTP port", "its weights are lazy, and a probe would read them"
-    for option in ("mtp_path", "mtp_overrides") if drafter is None else ("mtp_path",):
-        if value := getattr(drafting, option):
-            lacks = f"the target's model_type {name!r} has no port with heads"
-            raise ValueError(f"{option}={value}: omit it; {lacks}; supported are {', '.join(port_names())}")
+    if overrides and drafter is None:
+        lacks = f"the target's model_type {name!r} has no port with heads"
+        raise ValueError(f"mtp_overrides={overrides}: omit it; {lacks}; supported are {', '.join(port_names())}")
     ignored: list[str] = []
     with one_line(f"{path}: cannot be loaded", keep=True):
         model = _build(path, config, ", ".join(port_names()), ignored)
@@ -61,17 +60,21 @@ def load_made(
             check_numbers(named(model), lambda name: (path, name))
             check_codes(model, lambda name: (path, name), heads=False)
             why = probe(model)
-    if why and drafting.draft_model:
-        raise ValueError(f"draft_model={drafting.draft_model}: omit it; model_type {name!r} decodes plainly: {why}")
-    if drafter is not None:
+    for option, value in (("draft_model", drafting.draft_model), ("mtp_path", heads)):
+        if why and value:
+            raise ValueError(f"{option}={value}: omit it; model_type {name!r} decodes plainly: {why}")
+    if drafter is not None or heads:
         if model.form.no_streams:
-            raise ValueError(f"{drafter}: omit it; model_type {name!r} has no streams: {model.form.no_streams}")
-        source, unused = attach_drafter(model, drafter, drafting.mtp_overrides)
-        ignored += unused
+            raise ValueError(f"{drafter or heads}: model_type {name!r} has no streams: {model.form.no_streams}")
+        if heads:
+            source = attach_new_head(model, Path(heads))
+        elif drafter is not None:
+            source, unused = attach_drafter(model, drafter, overrides)
+            ignored += unused
         budget.check(model, path)
     facts = {"source": source, "norms": "mlx-lm's", "ignored": tuple(ignored), "port": _port_of(model, why)}
     model.runtime.report = make_report(model, config, **facts)
-    if drafting.mtp and not drafting.draft_model:
+    if drafting.mtp and not (drafting.draft_model or heads):
         how = f"with mlx-lm's own model: {why}" if why else "unless drafts are copied from the text (prompt lookup)"
         warnings.warn(f"{path}: {source}; decoding plainly, {how}", NeverDrafts, stacklevel=4)
     return model
@@ -103,8 +106,7 @@ def _build(path: Path, config: dict, ports: str, ignored: list[str]) -> Any:
     overrides = {"quantization": {"group_size": 64, "bits": 4}, "quantization_config": {}} if packed else {}
 
     def build(args: Any) -> Any:
-        kind: Any = type("Model", (Plain, family.Model), {})
-        model = kind(args)
+        model = as_target(Plain, family.Model)(args)
         apply_rope(model, config)
         model.sanitize = partial(_sanitize, model, stored, packed)
         model.load_weights = partial(_load_weights, model, stored, ignored)

@@ -38,7 +38,8 @@ def stored_name(model: Any, path: str) -> str:
     if not path.startswith("mtp."):
         return model.PREFIX + path
     _, depth, inside = path.split(".", 2)
-    return model.spec.name(int(depth), inside, model.args.num_hidden_layers)
+    layers = getattr(model.args, "num_hidden_layers", 0)  # a made port's heads have names without it
+    return model.spec.name(int(depth), inside, layers)
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:

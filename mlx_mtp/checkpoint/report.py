@@ -33,6 +33,7 @@ class Report:
     saved_bytes: bytes of heads that the draft vocabulary saves; negative if rows of a shared LM head were copied.
     ranks: number of ranks that share the target; target_bytes are one rank's.
     kernels: a line for each Metal kernel in use; not_exact: ops whose bits may depend on the number of rows.
+    rows: the findings of `check_rows` in words, "" without any.
     prefill_chunk: tokens per prefill chunk; None on a CPU.
     drafter: description of an external drafter, else ""; head_bytes and head_quantization then include it.
     port: "written" in `models/`, "made" of mlx-lm's model and what it supports, or "none" and why it has no drafts.
@@ -62,6 +63,7 @@ class Report:
     ranks: int = 1
     kernels: tuple[str, ...] = ()
     not_exact: tuple[str, ...] = ()
+    rows: str = ""
     prefill_chunk: int | None = None
     drafter: str = ""
     heads_source: str = ""
@@ -99,6 +101,7 @@ class Report:
             *(("" if i else "kernels", line) for i, line in enumerate(lines)),
             ("prefill", self.prefill_chunk and f"{self.prefill_chunk:,} tokens of a prompt at a time"),
             ("not exact", exact and f"{exact}: bits may depend on the number of rows"),
+            *(("" if i else "rows", line) for i, line in enumerate(wrap(self.rows))),
             ("not used", listed(self.ignored)),
         )
 

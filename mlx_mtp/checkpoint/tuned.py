@@ -32,13 +32,13 @@ def fingerprint(model: Any) -> str:
     The norm is rounded to bfloat16 before. A fine-tuned model has another hash in nearly all cases; adapters do not
     change it.
     """
-    norm = np.array(model.model.norm.weight.astype(mx.bfloat16).astype(mx.float32))
+    norm = np.array(model.final_norm.weight.astype(mx.bfloat16).astype(mx.float32))
     return hashlib.sha256(_sizes(model).encode() + norm.tobytes()).hexdigest()
 
 
 def _sizes(model: Any) -> str:
     family = type(model).__module__.rpartition(".")[2]
-    return f"{family} {len(model.layers)} {model.model.norm.weight.size} {model.vocab_size}"
+    return f"{family} {len(model.layers)} {model.width} {model.vocab_size}"
 
 
 def shipped_heads(config: Mapping[str, Any]) -> Path | None:
@@ -83,7 +83,7 @@ def attach_tuned(model: Any, mtp_path: str | Path | None) -> None:
     if made_for not in (None, fingerprint(model)):
         warnings.warn(f"{mtp_path}: its heads were trained for another model; few drafts will be right", stacklevel=5)
     for head in model.mtp if model.spec.prefix == TUNED.prefix else ():
-        head.set_dtype(model.model.norm.weight.dtype)
+        head.set_dtype(model.no_hidden().dtype)
         lend_rows(model, head, str(mtp_path or "heads"))
         model.runtime.note(head_bytes=drafting_bytes(model), lm_head=lm_heads(model.mtp))
 

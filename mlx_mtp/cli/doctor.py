@@ -31,10 +31,10 @@ def doctor(**flags: Any) -> None:
     """Check the kernels and measure their gain on this machine.
 
     Nothing but a --model of the hub is downloaded. The command compares every kernel with MLX's own bits, on shapes
-    of released models with random weights and on the model; it times 1 to 8 rows, plain and drafted decoding, and a
-    cycle by phase. Without a Metal GPU the kernels run emulated on small shapes, without times; that needs clang (pip
-    install -e '.[emulate]'), without which they are not checked. The two output files can be pasted into an issue.
-    Exit code 1 if anything is wrong.
+    of released models with random weights and on the model; it compares the model's rows of one pass with the same
+    rows alone; it times 1 to 8 rows, plain and drafted decoding, and a cycle by phase. Without a Metal GPU the
+    kernels run emulated on small shapes, without times; that needs clang (pip install -e '.[emulate]'), without which
+    they are not checked. The two output files can be pasted into an issue. Exit code 1 if anything is wrong.
 
     --compile-only compiles each kernel in a child process, which is killed after --limit seconds: with MLX on a Metal
     GPU, elsewhere with clang's front end, which is not Apple's compiler. The JSON report is updated throughout, so it

@@ -198,6 +198,9 @@ loading_options = options(
         default=None,
         help="Record cycles and replay them.  [default: on a GPU, unless a trial finds it slower]",
     ),
+    option(
+        "--check-rows", is_flag=True, help="Check rows of one pass against the same rows alone, and limit drafts."
+    ),
 )
 model_options = options(checkpoint_options, loading_options)
 system_prompt_option = option("--system-prompt", callback=check_text, help="System message of the chat template.")
@@ -334,6 +337,10 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
         except ValueError:  # from mlx-lm, or text that is not UTF-8
             wrong = f"{token!r} is not a token of this tokenizer"
             raise click.BadParameter(wrong, param_hint="--extra-eos-token") from None
+    if flags.get("check_rows"):
+        from ..decoding.row_check import check_rows
+
+        check_rows(model, **cache_layout(flags))
     return model, tokenizer
 
 

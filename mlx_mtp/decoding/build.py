@@ -84,7 +84,7 @@ def with_forced(seating: Seating, last: Flight, new: Flight, most: float = math.
     """
     if new.before is None or not any(s.most_forced for s in new.active):
         return new
-    most = min(most, most_together(len(new.rows)))
+    most = min(most, most_together(len(new.rows)), seating.model.runtime.most_drafts(len(new.rows)))
     forced = [_forced(sequence, most) for sequence in new.rows]
     active = [count for count, s in zip(forced, new.rows, strict=True) if s and not s.finished]
     plan = redrafted(new.control, new.plan, active) if any(active) else new.plan

@@ -245,6 +245,8 @@ def check_prompt(
     context = cache.offset + prompt + abs(max_tokens)
     if context <= UNCHECKED or ignore or ignored():
         return
+    if model.runtime.row_check:
+        model.runtime.row_check.pause()  # its caches are not in the cache
     rows = min(chunk, prompt)
     if _upper_bound(model, cache, context, rows) <= memory.available().bytes + cache.nbytes:
         return

@@ -109,12 +109,13 @@ def control_for(
     compiled: Compiled | None = None,
     matcher: Matcher | None = None,
 ) -> Controller | Fixed:
-    """Return a generation's control: at most k drafts, or max_lookup of prompt lookup, per cycle.
+    """Return a generation's control: at most k drafts, or max_lookup of prompt lookup, and `runtime.rows`, per cycle.
 
     The control adapts the number to measured costs, which begin with those stored for built or replayed cycles. It is
     Fixed without `adaptive`, or if both maxima and that of the matcher's drafts are 0. p_min: whether draft_p_min is
     above 0. compiled: as of `compiled_for`.
     """
+    k, max_lookup = (min(each, model.runtime.most_drafts()) for each in (k, max_lookup))
     if adaptive and (k or max_lookup or (matcher and matcher.most)):
         costs = learned(model)
         known, others = costs.recall(replayed=_replayed(compiled)), others_of(model, k)

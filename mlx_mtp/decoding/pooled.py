@@ -83,11 +83,16 @@ class Pooled(Seating):
 
     def plan(self, active: list[Sequence]) -> tuple[Any, Plan, int]:
         """Return the control of these sequences, its plan for the next cycle, and the longest match for a lookup."""
-        most, longest = max(s.k for s in active), max(s.max_lookup for s in active)
+        limit = self.model.runtime.most_drafts(self._rows_for(active))
+        most, longest = (min(limit, max(each)) for each in zip(*((s.k, s.max_lookup) for s in active), strict=True))
         masked = any(s.picker.matcher for s in active)
         control = self.controls(len(active), most, longest, *([True] if masked else []))
         matched = max((s.history.matched() for s in active if s.max_lookup), default=0)
         return control, control.plan(matched, self._unread_rows(active)), matched
+
+    def _rows_for(self, active: list[Sequence]) -> int:
+        """Return an upper bound of the sequences of a pass over these ones, with the free slots that it includes."""
+        return slots_for(max(len(active), 1 + max(s.slot for s in active))) if self.compiled else len(active)
 
     def arrange(self, last: Flight | None, new: Flight, joining: Waiting) -> tuple[Run, int]:
         """Move sequences and heads into or out of the pool; return one run of all rows, and its position."""

@@ -6,6 +6,8 @@ is called once and in order, the outputs of layers can be captured for drafters.
 loaded weights that a model supports this.
 """
 
+import copy
+import inspect
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -16,7 +18,7 @@ from ..cache.layer_cache import CacheKind
 from ..cache.mlx_lm_caches import MlxLmCaches
 from .made_form import NO_BITS, MadeForm
 from .mtp_spec import MTPSpec
-from .noted import giving, input_of, noting, stream_of, with_stream
+from .noted import giving, input_of, noting, stream_of, unnote, with_stream
 from .prompt_rows import NO_ROWS, PromptRows
 from .runtime import HasRuntime, Runtime
 from .with_heads import WithHeads
@@ -39,7 +41,7 @@ class Plain(HasRuntime):
 
     def become(self, mixin: type) -> None:
         """Change this model's mixin to `Made` or `Plain`."""
-        self.__class__ = type("Model", (mixin, *type(self).__bases__[1:]), {})  # type: ignore[assignment]
+        self.__class__ = as_target(mixin, *type(self).__bases__[1:])  # type: ignore[assignment]
 
     def windows(self) -> list[Any]:
         return [MlxLmCaches]
@@ -115,6 +117,10 @@ class Made(WithHeads, Plain):
         return partial(forward_after, self) if self.form.head is None else self.form.head
 
     @property
+    def final_norm(self) -> Any:
+        return self.form.norm
+
+    @property
     def embedding(self) -> Any:
         return self.embedded if self.form.embedding is None else self.form.embedding
 
@@ -132,6 +138,28 @@ class Made(WithHeads, Plain):
 
     def cached_layers(self) -> list[Any]:
         return list(self.form.layers)
+
+    def like_last_layer(self) -> Any:
+        """Return a copy of the last layer with attention.
+
+        ValueError if every layer has a recurrent state, or layers are not called with (x, mask, cache).
+        """
+        if len(self.form.layers) != len(self.form.kinds):
+            raise ValueError("not every layer of the model has a cache of its own")
+        last = self.last_attention()
+        layer, output = self.form.layers[last], self.form.outputs[last]
+        _, _, *called = inspect.signature(type(layer).__bases__[-1].__call__).parameters.values()
+        needs_more = any(each.default is each.empty for each in called[2:] if each.kind is each.POSITIONAL_OR_KEYWORD)
+        if [each.name for each in called[:2]] != ["mask", "cache"] or needs_more or output is not stream_of(output):
+            raise ValueError("its layers are not called as (x, mask, cache), so that no head can be like them")
+        copied = copy.deepcopy(layer)
+        unnote(copied)
+        return copied
+
+
+def as_target(mixin: type, *model: type) -> Any:
+    """Return the class of mlx-lm's Model, the last class of `model`, with a mixin, in the family's module."""
+    return type("Model", (mixin, *model), {"__module__": model[-1].__module__})
 
 
 def forward_after(model: Any, rows: mx.array) -> mx.array:

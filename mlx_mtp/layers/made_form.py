@@ -31,7 +31,8 @@ class MadeForm:
     inner: the module that contains the layers; None if the logits are the hidden rows.
     width, dtype: of a hidden row. no_bits: why keys and values cannot be quantized. head_dim: a number that divides
     every head size of quantized keys and values. layers: those whose streams can be captured, () if none can, and
-    `no_streams` is why. outputs: one of each. embedding, head: the embedding and LM head, if they are modules.
+    `no_streams` is why. outputs: one of each. embedding, head: the embedding and LM head, if they are modules. norm:
+    the RMSNorm that makes the rows of the last stream, or a new one where none does.
     """
 
     kinds: list[CacheKind | Ring]
@@ -46,6 +47,7 @@ class MadeForm:
     no_streams: str | None = None
     embedding: Any = None
     head: Any = None
+    norm: Any = None
 
 
 def take_form(model: Any, tokens: mx.array) -> None:
@@ -117,6 +119,9 @@ def _take_streams(model: Any, tokens: mx.array, rows: mx.array) -> None:
     if not mx.array_equal(model.embedded(tokens), read).item():
         raise ValueError("its first layer reads more than the tokens")
     embeddings = (module for module in model.modules() if type(module) in EMBEDDINGS)
+    norms = (module for module in model.modules() if type(module) is nn.RMSNorm and module.weight.size == form.width)
+    of_rows = (each for each in norms if _same(each, streams[-1], rows))
+    form.norm = next(of_rows, nn.RMSNorm(form.width))
     form.embedding = next((each for each in embeddings if _same(each, tokens, read)), None)
 
 

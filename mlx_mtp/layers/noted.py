@@ -19,7 +19,7 @@ class ModuleCall(NamedTuple):
     output: Any
 
 
-class Noted:
+class NotedCalls:
     """Mixin of a module: while `noting` it stores its calls; with `output` set it returns that and computes nothing.
 
     Its attributes are set by `noting` and `giving`.
@@ -39,21 +39,21 @@ class Noted:
 
 
 def note(module: Any) -> None:
-    """Make a module a `Noted`."""
-    if not isinstance(module, Noted):
+    """Make a module a `NotedCalls`."""
+    if not isinstance(module, NotedCalls):
         kind = type(module)
-        module.__class__ = type(kind.__name__, (Noted, kind), {})
+        module.__class__ = type(kind.__name__, (NotedCalls, kind), {})
 
 
 def unnote(module: Any) -> None:
     """Make a module that `note` changed what it was."""
-    if type(module).__bases__[0] is Noted:
+    if type(module).__bases__[0] is NotedCalls:
         module.__class__ = type(module).__bases__[1]
 
 
 @contextmanager
 def noting(modules: Sequence[Any]) -> Iterator[list[list[ModuleCall]]]:
-    """Context in which the calls of different `Noted` modules are appended to the yielded lists, one per module."""
+    """Context in which the calls of different `NotedCalls` modules are appended to the yielded lists, one per module."""
     found: list[list[ModuleCall]] = [[] for _ in modules]
     for module, calls in zip(modules, found, strict=True):
         _set(module, noting=True, calls=calls)
@@ -66,7 +66,7 @@ def noting(modules: Sequence[Any]) -> Iterator[list[list[ModuleCall]]]:
 
 @contextmanager
 def giving(modules: Sequence[Any], outputs: Sequence[Any]) -> Iterator[None]:
-    """Context in which `Noted` modules return these outputs instead of computing anything."""
+    """Context in which `NotedCalls` modules return these outputs instead of computing anything."""
     for module, output in zip(modules, outputs, strict=True):
         _set(module, output=output)
     try:

@@ -151,6 +151,10 @@ class Port(WithHeads, HasRuntime, nn.Module):
         return self.model.norm.weight.size
 
     @property
+    def final_norm(self) -> Any:
+        return self.model.norm
+
+    @property
     def embedding(self) -> Any:
         return self.model.embed_tokens
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..cache.ring import MAX_ROWS
 from ..ranks.group import Ranks
 from .adapters import Adapters
 from .kernel_site import Site
@@ -22,6 +23,8 @@ class Runtime:
     adapters: the adapters that were loaded with the model, and the selected one.
     blind: why `vision` is None, and what to do, for messages to users who give pictures.
     alone: why sequences are decoded one at a time and not in a pool; None if a pool may hold several.
+    rows: maximum rows of a pass with drafts; None: no limit, 1: nothing is drafted.
+    row_check: the check of its rows (`decoding.row_check.RowCheck`), None if nothing is to be checked.
     vision: what encodes pictures (`pictures.vision.Vision`), with `mark`, the id of a picture's token in templates.
     """
 
@@ -35,8 +38,14 @@ class Runtime:
     recorder: Any = None
     adapters: Adapters = field(default_factory=Adapters)
     alone: str | None = None
+    rows: int | None = None
+    row_check: Any = None
     vision: Any = None
     blind: str = "pictures need a model that was loaded with its vision tower"
+
+    def most_drafts(self, sequences: int = 1) -> int:
+        """Return the maximum drafts of each of `sequences` sequences in one pass, so that it has at most `rows`."""
+        return MAX_ROWS - 1 if self.rows is None else max(0, self.rows // sequences - 1)
 
     def note(self, **facts: Any) -> None:
         """Replace these fields of the load report, if there is one."""

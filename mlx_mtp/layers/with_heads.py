@@ -22,7 +22,7 @@ MAX_RECYCLED = 15  # maximum drafts of one recycled MTP head: a cycle's rows mus
 
 
 class WithHeads:
-    """Mixin of a `Target`: what its heads `mtp`, described by `spec`, or its drafter read of it and give it.
+    """Mixin of a `Target`: what its heads `mtp`, described by `spec`, or its drafter use.
 
     A hidden row is `width` numbers, and after these the streams of `taps`.
     """
@@ -32,6 +32,11 @@ class WithHeads:
     spec: MTPSpec
     mtp: Sequence[Any]
     drafter: Any = None  # drafts instead of the heads
+
+    @property
+    def final_norm(self) -> Any:
+        """The norm before the LM head; those of heads are like it."""
+        raise NotImplementedError
 
     @property
     def embedding(self) -> Any:

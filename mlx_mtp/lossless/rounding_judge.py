@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from ..cache.prompt_cache import make_prompt_cache
@@ -102,7 +103,7 @@ class OnePass:
         Each pass has other roundings.
         """
         for seed in range(PASSES):
-            with _other_roundings(self.model.model.embed_tokens, seed):
+            with _other_roundings(_embedding_of(self.model), seed):
                 hidden = _read(self.model, self.tokens[:position], self._pictures)
             yield _logits(self.model, hidden, position)
 
@@ -138,6 +139,13 @@ def _read(model: Any, tokens: list[int], pictures: Sequence[Picture] = ()) -> mx
         rows.append(model.hidden(mx.array(tokens[start : start + CHUNK])[None], cache.layers))
         mx.eval(rows[-1], cache.arrays)
     return mx.concatenate(rows, axis=1)
+
+
+def _embedding_of(model: Any) -> nn.Module:
+    """Return the module that embeds a target's tokens; without a port it is the first embedding of its size."""
+    if isinstance(embedding := getattr(model, "embedding", None), nn.Module):
+        return embedding
+    return next(m for m in model.modules() if hasattr(m, "as_linear") and m.weight.shape[0] >= model.vocab_size)
 
 
 @contextmanager

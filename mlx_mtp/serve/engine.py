@@ -73,6 +73,7 @@ class Engine:
         self._prefilled = 0  # number of its prefilled tokens
         self._comparing: Iterator[Any] | None = None  # decides whether the tree may store decoded rows
         self._last: DecodeRequest | None = None  # of the last finished job
+        self._asked: list[int] = []  # the first prompt, for the check of rows
         self._unsaved: float | None = None  # end of the last job; None once its entry is in a file
         self._stopping: float | None = None
         self._opened = False
@@ -251,7 +252,7 @@ class Engine:
         cache after its prefill, the conversation is queued for one, or only stored if the client has left.
         """
         self.running = [running for running in self.running if running[0] is not job]
-        job.finished, self._unsaved = True, time.monotonic()
+        job.finished, self._unsaved, self._asked = True, time.monotonic(), self._asked or job.request.prompt
         if is_error := isinstance(failed, BaseException):
             error, failed = failed, LOST
             with dropped("an error has no text"):
@@ -321,7 +322,18 @@ class Engine:
         elif self.served and self._unsaved is not None:
             self._store_piece(self.served, self._unsaved)
         else:
+            return self._check_rows()
+        return True
+
+    def _check_rows(self) -> bool:
+        """Run a pass of the check of rows, after QUIET seconds without a request; return whether one is due."""
+        check = self.served.model.runtime.row_check if self._asked and isinstance(self.served, Served) else None
+        if check is None or not check.due:
             return False
+        check.tokens = check.tokens or self._asked
+        if self._stays_idle(QUIET):
+            with dropped("rows were not checked"):
+                check.step()
         return True
 
     def _start_prefill(self, served: Served) -> None:

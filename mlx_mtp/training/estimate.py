@@ -56,7 +56,7 @@ def memory_of(workshop: Workshop, rows: int, length: int, *, checkpoint: bool) -
     parameters: Any = tree_flatten(workshop.trained.trainable_parameters())
     trained = sum(w.nbytes for _, w in parameters)
     fixed = nbytes(workshop.trained.parameters()) + workshop.teacher.weight.nbytes
-    size = workshop.model.model.norm.weight.size
+    size = workshop.model.width
     weights: Any = tree_flatten(workshop.trained.mtp[0].block.parameters())
     layer = sum(w.shape[0] for _, w in weights if w.ndim == 2)
     kept = layer + BLOCK * size if not checkpoint else 4 * size

@@ -95,7 +95,7 @@ class Workshop:
         nn.quantize(heads, class_predicate=lambda path, _: self.formats.get(path, False))
         new = self.model.spec.prefix == TUNED.prefix  # a path of the heads before is then of another parameter
         old: Any = {} if new else dict(tree_flatten(Trained(self.before[0]).parameters()))
-        typed = partial(_as_before, old, self.model.model.norm.weight.dtype)
+        typed = partial(_as_before, old, self.model.no_hidden().dtype)
         heads.update(tree_map_with_path(typed, heads.parameters()))
         for head in heads.mtp if self.model.spec.prefix == TUNED.prefix else ():
             lend_rows(self.model, head)
@@ -123,7 +123,7 @@ def existing(model: Any, dtype: mx.Dtype, rank: int | None = None) -> Workshop:
     if rank is not None:
         if not formats:
             raise ValueError(f"rank={rank}: the heads are not quantized; allowed is None")
-        if rank > (most := model.model.norm.weight.size):
+        if rank > (most := model.width):
             raise ValueError(f"rank={rank}: allowed are 1 to {most}, the model's hidden size")
         _add_low_rank(heads, rank)
     # A recycled head is trained for a chain of two drafts.
@@ -155,9 +155,9 @@ def new(model: Any, tokens: Sequence[int] | None, depths: int, bits: int | None,
     with model.runtime.adapters.using(None):  # adapters wrap modules, and the head gets plain ones
         whole: Any = dequantize_model(Trained([model.like_last_layer()]))
     block = whole.mtp[0]
-    head: Any = MTPHead(model.spec, block, model.model.norm, model.vocab_size, mask_array=model.MASK_ARRAY)
-    head.norm.update(tree_map(lambda w: w + 0, model.model.norm.parameters()))
-    size = model.model.norm.weight.size
+    head: Any = MTPHead(model.spec, block, model.final_norm, model.vocab_size, mask_array=model.MASK_ARRAY)
+    head.norm.update(tree_map(lambda w: w + 0, model.final_norm.parameters()))
+    size = model.width
     half = mx.eye(size) * 0.5**0.5
     head.eh_proj.weight = mx.concatenate([half, half], axis=-1)
     if tokens is not None:

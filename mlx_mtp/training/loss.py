@@ -33,7 +33,7 @@ def chain_loss(
     """
     del heads  # its parameters are those of model.mtp
     given = Batch(*batch)
-    hidden = given.hidden.astype(model.model.norm.weight.dtype)
+    hidden = given.hidden.astype(model.no_hidden().dtype)
     labels, inside = ranks[given.choices[:, 1:]], given.starts[:, 1:] == given.starts[:, :-1]
     rows = noisy(model.capture(hidden[:, :-1]), given.keys[0], noise)
     outputs = chain(model, rows, given.tokens[:, 1:], given.starts[:, :-1], depths, checkpoint=checkpoint)

@@ -72,7 +72,7 @@ def counts_of(model: Any, recording: Recording, document: Document, depths: int)
     the target's choices. A document of at most `depths` tokens is one block of zeros.
     """
     given = alone(recording, document)
-    hidden = given.hidden.astype(model.model.norm.weight.dtype)
+    hidden = given.hidden.astype(model.no_hidden().dtype)
     count = given.tokens.shape[1] - depths  # positions whose last draft has a choice to compare with
     if count < 1:
         return np.zeros((1, depths + 1))

@@ -12,7 +12,6 @@ import mlx.core as mx
 
 from ..checkpoint.draft_vocab import digest, most_frequent
 from ..checkpoint.tuned import fingerprint, write_heads
-from ..layers.port import Port
 from ..machine.errors import one_line
 from ..machine.paths import expanded
 from . import heads as making
@@ -155,8 +154,8 @@ class _Work:
 
 def _check_model(model: Any, *, new: bool) -> None:
     """Raise ValueError for a model whose heads cannot be trained. new: a new head is made, so it needs none."""
-    if not isinstance(model, Port):
-        raise ValueError("the model's family has no port that drafts; no heads can be trained for it")
+    if not getattr(model, "cached_layers", list)():
+        raise ValueError("the model's layers have no streams that could be read; no heads can be trained for it")
     if model.runtime.trials is not None:
         raise ValueError('the model has kernels without gradients; load it with kernels="off"')
     if model.ranks:
@@ -242,7 +241,7 @@ def _train(work: _Work, workshop: making.Workshop, rows: int, *, checkpoint: boo
         before = _measured(work, workshop)
         model.mtp = workshop.trained.mtp
     steps = max(1, round(settings.epochs * work.recording.size / (rows * LENGTH)))
-    rate = settings.peak_rate(model.model.norm.weight.size)
+    rate = settings.peak_rate(model.width)
     plan = TrainingPlan(steps, rows, LENGTH, rate, settings.seed, checkpoint)
     best, complete = train(workshop, work.recording, plan, work.folder, work.progress)
     if best is None:

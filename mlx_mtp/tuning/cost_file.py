@@ -29,8 +29,7 @@ class RememberedCosts:
             **machine(),
             "mlx": MLX_VERSION,
             "mlx_mtp": __version__,
-            "backend": str(mx.default_device()),
-            "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
+            **backend(),
             "kernels": kernels,
             "model": model,
         }
@@ -54,6 +53,12 @@ class RememberedCosts:
         Warns, once per process, if the file cannot be written.
         """
         self._file.keep(costs=costs and to_json(costs), compiled=compiled)
+
+
+def backend() -> dict[str, Any]:
+    """Return the facts of the device in use and of its BLAS."""
+    variables = {name: os.environ.get(name) for name in ENVIRONMENT}
+    return {"backend": str(mx.default_device()), "environment": variables}
 
 
 def to_json(costs: Costs) -> dict[str, Any]:

@@ -104,6 +104,8 @@ def put_on(model: Any, found: "ModelTrials") -> None:
     kernels, not_exact = found.apply()
     if model.report and kernels != model.report.kernels:
         model.runtime.note(kernels=kernels, not_exact=not_exact)
+    if model.runtime.row_check:
+        model.runtime.row_check.renew()
 
 
 class ModelTrials:

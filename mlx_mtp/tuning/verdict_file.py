@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -38,8 +38,9 @@ class RememberedVerdicts:
     """
 
     def __init__(self, model: str):
-        facts = {**machine(), "mlx": MLX_VERSION, "mlx_mtp": __version__, "kernels": _kernels(), "model": model}
-        self._file = RememberedFile("trials", facts, "what kernels are faster cannot be kept for the next load")
+        self._file = RememberedFile(
+            "trials", kernel_facts(model), "what kernels are faster cannot be kept for the next load"
+        )
         self._found: dict[VerdictKey, TrialFinding] = {}
 
     def recall(self) -> dict[VerdictKey, TrialFinding]:
@@ -69,6 +70,11 @@ class RememberedVerdicts:
         """Add findings to the file; with none it is not written."""
         if found:
             self.keep({**self.recall(), **found})
+
+
+def kernel_facts(model: str) -> dict[str, Any]:
+    """Return the facts that results of a model's kernels depend on: machine, versions, kernels' sources and model."""
+    return {**machine(), "mlx": MLX_VERSION, "mlx_mtp": __version__, "kernels": _kernels(), "model": model}
 
 
 def _parsed(entry: list, spellings: dict[str, str]) -> tuple[VerdictKey, TrialFinding]:

@@ -361,6 +361,16 @@ def test_bits_on_a_gpu_are_checked_in_every_supported_type(monkeypatch, missing)
     assert "## Every kernel" in page(found)
 
 
+def test_rows_of_the_model_are_checked(tiny_models, own_cache, monkeypatch):
+    model, _ = tiny_models(0)
+    monkeypatch.setattr(model, "runtime", Runtime(report=model.report))
+    found = doctor.ExaminedModel(SimpleNamespace(model=model)).rows()
+    assert found["words"].startswith(
+        "up to 16 of a pass equal the same rows alone, within rounding, at context 1; not"
+    )
+    assert "not covered: context 1,024, 16,384 (not requested)" in page({**found_of(COUNTED), "rows": found})
+
+
 # The command
 
 

@@ -6,6 +6,7 @@ import families
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+import tiny
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step as mlx_lm_steps
 from mlx_lm.models import cache as mlx_lm_caches
@@ -15,7 +16,9 @@ from portless import CONFIGS
 
 import mlx_mtp
 from mlx_mtp.checkpoint.probe import probe
+from mlx_mtp.checkpoint.tuned import write_heads
 from mlx_mtp.layers.made import Made, Plain
+from mlx_mtp.training import heads
 
 PROMPT = [1, 2, 3, 4, 5, 6] * 3 + [1, 2]
 TOKENS = 40
@@ -172,6 +175,33 @@ def test_drafters_that_read_streams(family, kind, tmp_path):
     assert sum(stats.drafted) > TOKENS // 2
     hidden = model.hidden(mx.array(PROMPT)[None], mlx_mtp.make_prompt_cache(model).layers)
     assert mx.allclose(hidden[..., 32:], streams(reference, PROMPT, model.taps), 1e-4, 1e-4)
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("vocab", [None, list(range(8))])
+def test_a_new_head_drafts_from_its_file(bits, vocab, tmp_path):
+    target, reference = families.headless(tmp_path / "target", CONFIGS["starcoder2"])
+    model, file = mlx_mtp.load_model(target, kernels="off", mtp=False), tmp_path / "new.safetensors"
+    model.mtp = heads.new(model, vocab, 2, bits, mx.float32).finished()
+    write_heads(model, file, {})
+    loaded, stats = mlx_mtp.load_model(target, mtp_path=file), mlx_mtp.Stats()
+    text = [int(token) for token, _ in mlx_lm_steps(mx.array(PROMPT), reference, max_tokens=TOKENS)]
+    for each in (model, loaded):
+        assert text_of(each, num_draft_tokens=3, adaptive=False, stats=stats) == text
+        assert sum(stats.drafted) > TOKENS // 2
+    stored, found = mx.load(str(file)), dict(tree_flatten(loaded.mtp[0].parameters()))
+    assert all(mx.array_equal(found[name.removeprefix("tuned_mtp.0.")], w) for name, w in stored.items())
+
+
+def test_a_head_is_refused_where_no_layer_can_be_in_it(tmp_path, monkeypatch):
+    target, _ = families.headless(tmp_path / "target", CONFIGS["starcoder2"])
+    model = mlx_mtp.load_model(target, kernels="off", mtp=False)
+    monkeypatch.setattr(starcoder2.TransformerBlock, "__call__", lambda self, x, cache=None, mask=None: x)
+    with pytest.raises(ValueError, match=r"its layers are not called as \(x, mask, cache\)"):
+        model.like_last_layer()
+    other = tiny.save(tmp_path / "other", CONFIGS["starcoder2"], {"mtp.0.norm.weight": mx.ones(32)})
+    with pytest.raises(ValueError, match="a family without a port has only heads of tune-heads --new"):
+        mlx_mtp.load_model(target, mtp_path=other / "model.safetensors")
 
 
 class Recording(nn.Module):

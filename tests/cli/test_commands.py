@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from importlib import import_module
 
 import huggingface_hub.constants
@@ -18,6 +19,7 @@ from sweep import sampled
 import mlx_mtp
 from mlx_mtp.checkpoint.files import read_config
 from mlx_mtp.cli import main
+from mlx_mtp.decoding import row_check
 from mlx_mtp.demo import demo_path
 
 
@@ -55,6 +57,16 @@ def test_report():
     result = call("generate", "--report", "-m", 1)
     for word in ("family", "target", "MTP heads", "LM heads", "own, one per depth", "norms", "shifted"):
         assert word in result.stdout
+
+
+def test_rows_are_checked_at_the_load(own_cache, monkeypatch):
+    monkeypatch.setattr(row_check, "check_rows", partial(row_check.check_rows, contexts=[3]))
+    flags = ["--kv-bits", 8, "--kv-group-size", 32, "--quantized-kv-start", 2]
+    result = call("generate", "--report", "--check-rows", *flags, "-m", 1)
+    assert "rows       up to 16 of a pass equal the same rows alone, within rounding, at context 3;" in result.stdout
+    result = call("generate", "--report", *flags, "-m", 1)  # the findings are stored
+    assert "rows       up to 16 of a pass" in result.stdout
+    assert "rows  " not in call("generate", "--report", "-m", 1).stdout  # other caches
 
 
 def test_quantized_and_limited_caches():
