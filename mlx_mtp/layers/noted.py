@@ -53,7 +53,7 @@ def unnote(module: Any) -> None:
 
 @contextmanager
 def noting(modules: Sequence[Any]) -> Iterator[list[list[ModuleCall]]]:
-    """Context in which the calls of different `NotedCalls` modules are appended to the yielded lists, one per module."""
+    """Context in which the calls of different modules are appended to the yielded lists, one per module."""
     found: list[list[ModuleCall]] = [[] for _ in modules]
     for module, calls in zip(modules, found, strict=True):
         _set(module, noting=True, calls=calls)

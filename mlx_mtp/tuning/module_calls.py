@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..layers.noted import Noted, note, noting, unnote
+from ..layers.noted import NotedCalls, note, noting, unnote
 
 MOST = 2**18  # values of an array per row of a pass; keys and values of all positions have more, and are not kept
 Arrays = Sequence[mx.array | None]  # None stands for an array that is too large
@@ -26,7 +26,7 @@ def calls_of(modules: Mapping[str, Any], rows: int, run: Callable[[], Any]) -> t
 
     modules: by path.
     """
-    new = [module for module in modules.values() if not isinstance(module, Noted)]
+    new = [module for module in modules.values() if not isinstance(module, NotedCalls)]
     for module in new:
         note(module)
     try:
