@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+import tiny
 import type_runs as runs
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 from model_types import NOT_RUN, model_types, save, tiny_config
@@ -109,6 +110,11 @@ def test_a_small_model_drafts(model_type, tmp_path):
         model, plain = runs.loaded(path, draft_model=small)
         for prompt in runs.PROMPTS:
             assert runs.drafted(model, prompt, LONG, num_draft_tokens=3) == runs.plain_text(plain, prompt, LONG)
+
+
+def test_a_type_whose_module_ends_the_process_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="model_type 'olmo'"):
+        runs.loaded(tiny.save(tmp_path / "model", {"model_type": "olmo"}, {"weight": mx.zeros(1)}))
 
 
 def test_the_table_has_every_type_once_and_counts_them():
