@@ -48,7 +48,7 @@ def load_made(
     memory, or a drafter that does not fit the model.
     """
     name, overrides, heads = config["model_type"], drafting.mtp_overrides, drafting.mtp_path
-    source, why = f"model_type {name!r} has no MTP port", "its weights are lazy, and a probe would read them"
+    source, why = f"model_type {name!r} has no MTP port", "lazy weights are not probed for drafts"
     if overrides and drafter is None:
         lacks = f"the target's model_type {name!r} has no port with heads"
         raise ValueError(f"mtp_overrides={overrides}: omit it; {lacks}; supported are {', '.join(port_names())}")
@@ -75,7 +75,7 @@ def load_made(
     facts = {"source": source, "norms": "mlx-lm's", "ignored": tuple(ignored), "port": _port_of(model, why)}
     model.runtime.report = make_report(model, config, **facts)
     if drafting.mtp and not (drafting.draft_model or heads):
-        how = f"with mlx-lm's own model: {why}" if why else "unless drafts are copied from the text (prompt lookup)"
+        how = f"with mlx-lm's own model: {why}" if why else "unless --prompt-lookup (Python: prompt_lookup=True) copies drafts from the text"
         warnings.warn(f"{path}: {source}; decoding plainly, {how}", NeverDrafts, stacklevel=4)
     return model
 
