@@ -92,7 +92,7 @@ class ChatSession:
         if options.get("grammar") is not None:
             options["grammar"] = compiled(options["grammar"], tokenizer, model.vocab_size)
         generate_step([0], model, **options).close()  # checks the options, computes nothing
-        k = options.pop("num_draft_tokens", None)
+        self._asked = k = options.pop("num_draft_tokens", None)
         self.num_draft_tokens = default_draft_tokens(model) if k is None else k
         layout = cache_options(options)
         self._given, self._prefix_text = from_mlx_lm(model, options.pop("prompt_cache", None)), ""
@@ -296,7 +296,9 @@ class ChatSession:
         if options.get("max_tokens") == -1 and self.positions:
             options["max_tokens"] = self.positions - len(prompt)
         options |= {"prompt_cache": self.cache, "num_draft_tokens": self.num_draft_tokens}
-        if not self.num_draft_tokens and self.model.max_draft_tokens:
+        if not self.model.max_draft_tokens:
+            options["num_draft_tokens"] = self._asked  # 0 would be plain decoding, without prompt lookup
+        elif not self.num_draft_tokens:
             options["prompt_lookup"] = False  # disabled together with the heads
         if first:
             tic = time.perf_counter()

@@ -224,13 +224,14 @@ def shared(loaded: Loaded, settings: Settings) -> Served:
     """
     model, tokenizer, layout = loaded.model, loaded.tokenizer, loaded.layout
     adapters = model.runtime.adapters
-    k = settings.options.get("num_draft_tokens")
-    k = default_draft_tokens(model) if k is None else k
+    asked = settings.options.get("num_draft_tokens")
+    k = default_draft_tokens(model) if asked is None else asked
     blank = make_prompt_cache(model, num_draft_tokens=k, **layout)
     largest, least = CHUNK_ON_CPU if mx.default_device() == mx.cpu else CHUNK
     step, ranks = settings.step or min(largest, default_chunk(model)), model.ranks
     chunking, options = Chunking(step, least, frozenset(tokenizer.eos_token_ids)), {**settings.options}
-    tree, options["num_draft_tokens"] = PrefixTree(blank, chunking, settings.cache_bytes), k
+    # Without a drafter the default is None: 0 would be plain decoding, without prompt lookup.
+    tree, options["num_draft_tokens"] = PrefixTree(blank, chunking, settings.cache_bytes), k or asked
     batch = None if ranks else BatchDecoder(model, tokenizer, options, step)
     isolate(tokenizer)
     add_reasoning_marks(tokenizer)

@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import tiny
+from letter_chats import make_session
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step as mlx_lm_steps
 from mlx_lm.models import cache as mlx_lm_caches
@@ -53,6 +54,23 @@ def test_copies_small_models_and_files(made, monkeypatch, tmp_path):
     mlx_mtp.save_prompt_cache(tmp_path / "cache.safetensors", cache)
     for kept in (cache, mlx_mtp.load_prompt_cache(tmp_path / "cache.safetensors", model)):
         assert text_of(model, text[8:9], TOKENS - 9, prompt_lookup=True, prompt_cache=kept) == text[9:]
+
+
+def test_copies_in_sessions_and_batches(made):
+    """Without a drafter the default number of drafts, 0, does not exclude prompt lookup."""
+    model, text = made
+    generator = mlx_mtp.BatchGenerator(model, max_tokens=TOKENS, prompt_lookup=True, stop_tokens=[])
+    generator.insert([PROMPT])
+    found = []
+    while responses := generator.next_generated():
+        found += [each.token for each in responses]
+    generator.close()
+    assert found == text
+    texts = []
+    for lookup in (True, False):
+        session = make_session(model, prompt_lookup=lookup)
+        texts.append([response.token for response in session.ask("abcabcabc")])
+    assert texts[0] == texts[1] != []
 
 
 def test_report_and_levels(made):
