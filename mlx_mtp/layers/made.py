@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models import mimo_v2_flash, qwen3
 
 from ..cache.layer_cache import CacheKind
 from ..cache.mlx_lm_caches import MlxLmCaches
@@ -21,6 +22,7 @@ from .mtp_spec import MTPSpec
 from .noted import giving, input_of, noting, stream_of, unnote, with_stream
 from .prompt_rows import NO_ROWS, PromptRows
 from .runtime import HasRuntime, Runtime
+from .same_calls import SameCalls
 from .with_heads import WithHeads
 
 
@@ -72,6 +74,9 @@ class Made(WithHeads, Plain):
     form: MadeForm
     spec = MTPSpec(tensors=())
     MASK_ARRAY = False
+    # Classes of modules as in `Port`; what mlx-lm's other modules compute is not known.
+    MLP = SameCalls((qwen3.MLP, mimo_v2_flash.MLP))
+    ROUTER = ATTENTION = MOE = BLOCK = ()
 
     @property
     def NO_KV_BITS(self) -> str | None:
