@@ -49,7 +49,7 @@ class Kernels:
     def __init__(self, model: Any, lane: str | None, rows: int = VERIFY_ROWS[-1]):
         self.sites: list[Any] = []
         self.words: tuple[str, ...] = ("none: as requested",) if on_metal() else ("none: no Metal GPU",)
-        if not isinstance(model, WithHeads):
+        if not issubclass(type(model), WithHeads):
             raise ValueError(
                 "the model has no port and is decoded one row at a time: there is no verify to measure; "
                 "give a model of a supported family"

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models import mimo_v2_flash, qwen3
 
 from ..cache.convolution import ConvolutionCache
 from ..cache.from_mlx_lm import flat, passing
@@ -24,7 +23,7 @@ from .mtp_spec import MTPSpec
 from .noted import giving, input_of, noting, stream_of, unnote, with_stream
 from .prompt_rows import NO_ROWS, PromptRows
 from .runtime import HasRuntime, Runtime
-from .same_calls import SameCalls
+from .same_calls import SameCalls, gated_call
 from .with_heads import WithHeads
 
 
@@ -78,7 +77,7 @@ class Made(WithHeads, Plain):
     spec = MTPSpec(tensors=())
     MASK_ARRAY = False
     # Classes of modules as in `Port`; what mlx-lm's other modules compute is not known.
-    MLP = SameCalls((qwen3.MLP, mimo_v2_flash.MLP))
+    MLP: Any = SameCalls([gated_call])
     ROUTER = ATTENTION = MOE = BLOCK = ()
 
     @property
