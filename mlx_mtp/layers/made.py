@@ -78,7 +78,11 @@ class Made(WithHeads, Plain):
     MASK_ARRAY = False
     # Classes of modules as in `Port`; what mlx-lm's other modules compute is not known.
     MLP: Any = SameCalls([gated_call])
-    ROUTER = ATTENTION = MOE = BLOCK = ()
+    ROUTER = MOE = BLOCK = ()
+
+    @property
+    def ATTENTION(self) -> tuple[type, ...]:
+        return tuple(type(module) for module, _ in self.form.attentions)
 
     @property
     def NO_KV_BITS(self) -> str | None:

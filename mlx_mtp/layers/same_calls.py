@@ -4,6 +4,7 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
+from mlx_lm.models import starcoder2
 from mlx_lm.models.activations import swiglu
 
 
@@ -16,6 +17,10 @@ class SameCalls(tuple[Callable[..., Any], ...]):
 
     def __contains__(self, kind: Any) -> bool:
         return any(_same(kind.__call__, known) for known in self)
+
+
+# Attention of rotated queries on rotated keys, without norms.
+ATTENTIONS = SameCalls([starcoder2.Attention.__call__])
 
 
 def _same(call: Any, known: Any) -> bool:

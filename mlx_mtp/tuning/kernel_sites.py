@@ -142,8 +142,8 @@ def _attentions(model: Any) -> Iterator[Site]:
 
     Their trials use caches of the layer's window.
     """
-    without_layers = isinstance(model, Made)  # if it has no streams
-    pairs = zip(model.cached_layers(), model.windows(), strict=not without_layers)
+    made = isinstance(model, Made)
+    pairs = model.form.attentions if made else zip(model.cached_layers(), model.windows(), strict=True)
     windowed = [(layer, window, model.NO_KV_BITS) for layer, window in pairs]
     windowed += [(head.block, head.window, getattr(head, "NO_KV_BITS", model.NO_KV_BITS)) for head in model.mtp]
     kinds = {*model.ATTENTION, *(head.attention for head in model.mtp if isinstance(head, EagleHead))}
