@@ -13,7 +13,7 @@ def gated_call(self: Any, x: Any) -> Any:
 
 
 class SameCalls(tuple[Callable[..., Any], ...]):
-    """Functions; `in` tells whether a class's `__call__` has the code and the globals of one of them."""
+    """Functions; `in` is True for a class whose `__call__` has the code and the globals of one of them."""
 
     def __contains__(self, kind: Any) -> bool:
         return any(_same(kind.__call__, known) for known in self)
