@@ -392,6 +392,6 @@ def others_not_exact(model: Any) -> Lines:
         "Mamba2's convolution": any(isinstance(m, Mamba2) for m in modules),
         "unquantized experts": any(type(m) is SwitchLinear for m in modules),  # sorted from 64 of them on
         "adapters": bool(model.runtime.adapters.names) or any("lora_a" in m for m in modules),
-        "everything in mlx-lm's model but its linear layers": isinstance(model, Made),
+        "everything in mlx-lm's model without a kernel": isinstance(model, Made),
     }
     return tuple(name for name, present in found.items() if present)

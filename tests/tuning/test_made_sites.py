@@ -7,6 +7,7 @@ from types import FunctionType
 import families
 import mlx.core as mx
 import mlx.nn as nn
+import model_types
 import pytest
 import tiny
 from exact import same_bits
@@ -97,6 +98,24 @@ def test_the_text_and_the_bits_of_rows(paths, family, monkeypatch):
     assert {op for op in ops_of(family) if " " not in op} <= {launch.kernel for launch in launches}
 
 
+TYPES = [name for name in model_types.model_types() if name not in model_types.NOT_RUN]
+
+
+@pytest.mark.parametrize("model_type", sampled(["granite"], TYPES))
+def test_every_type_keeps_its_text(model_type, tmp_path, monkeypatch):
+    """With the kernels' references, as on a CPU."""
+    model = load(model_types.save(tmp_path, model_types.tiny_config(model_type)))
+    if not isinstance(model, Made):
+        pytest.skip("no made port")
+    text = [token for token, _, _ in mlx_mtp.generate_step(PROMPT, model, max_tokens=TOKENS)]
+    for site in kernel_switch.place(model):
+        site.rows = frozenset(site.every_count)
+    assert [token for token, _, _ in mlx_mtp.generate_step(PROMPT, model, max_tokens=TOKENS)] == text
+    monkeypatch.setattr(model, "drafter", OracleDrafts(model, PROMPT + text, {len(PROMPT) + 2, len(PROMPT) + 5}))
+    how = {"num_draft_tokens": 3, "adaptive": False}
+    assert [token for token, _, _ in mlx_mtp.generate_step(PROMPT, model, max_tokens=TOKENS, **how)] == text
+
+
 def test_the_report_of_a_load(paths, monkeypatch):
     on = KernelVerdict(True, True, reason=ASKED)
     monkeypatch.setattr(kernel_switch, "decide", lambda trials, **_: {trial.key: on for trial in trials})
@@ -106,7 +125,7 @@ def test_the_report_of_a_load(paths, monkeypatch):
     shapes = ["128+64+64x64", "64x128", "4x64", "16x64", "16x64"]
     assert sorted(line.split()[1] for line in made.report.kernels) == sorted(shapes)
     assert all(line.endswith("on (asked for)") for line in made.report.kernels)
-    assert made.report.not_exact == ("attention", "everything in mlx-lm's model but its linear layers")
+    assert made.report.not_exact == ("attention", "everything in mlx-lm's model without a kernel")
     assert (plain.report.kernels, plain.report.not_exact) == (("none: decoded one row at a time",), ())
 
 
