@@ -36,6 +36,8 @@ from .report import Report, make_report
 from .sort_tensors import OF_ACTIVATIONS, Drafting
 from .weight_files import StoredTensors, read_stored
 
+UNTESTED = "whether it drafts is decided by a test of its weights when they are read"
+
 
 def load_made(
     path: Path, config: dict, drafting: Drafting, budget: Budget, *, lazy: bool, drafter: Path | None = None
@@ -48,7 +50,7 @@ def load_made(
     memory, or a drafter that does not fit the model.
     """
     name, overrides, heads = config["model_type"], drafting.mtp_overrides, drafting.mtp_path
-    source, why = f"model_type {name!r} has no MTP port", "its weights are lazy, and a probe would read them"
+    source, why = f"model_type {name!r} has no MTP port", UNTESTED
     if overrides and drafter is None:
         lacks = f"the target's model_type {name!r} has no port with heads"
         raise ValueError(f"mtp_overrides={overrides}: omit it; {lacks}; supported are {', '.join(port_names())}")
@@ -75,15 +77,20 @@ def load_made(
     facts = {"source": source, "norms": "mlx-lm's", "ignored": tuple(ignored), "port": _port_of(model, why)}
     model.runtime.report = make_report(model, config, **facts)
     if drafting.mtp and not (drafting.draft_model or heads):
-        how = f"with mlx-lm's own model: {why}" if why else "unless drafts are copied from the text (prompt lookup)"
-        warnings.warn(f"{path}: {source}; decoding plainly, {how}", NeverDrafts, stacklevel=4)
+        how = f"decoding plainly, with mlx-lm's own model: {why}"
+        if why in (None, UNTESTED):
+            how = (
+                why
+                or "no drafts without --prompt-lookup (Python: prompt_lookup=True), which copies them from the text"
+            )
+        warnings.warn(f"{path}: {source}; {how}", NeverDrafts, stacklevel=4)
     return model
 
 
 def _port_of(model: Any, why: str | None) -> str:
     """Return the report's line of a model's port; why: None for a `Made` one."""
     if why is not None:
-        return f"none: decoded plainly, {why}"
+        return f"none: {why}" if why == UNTESTED else f"none: decoded plainly, {why}"
     levels = "tokens" if model.form.no_streams else "tokens, streams"
     facts = {"no streams": model.form.no_streams, "no batches": model.runtime.alone, "no kv_bits": model.form.no_bits}
     missing = "".join(f"; {what}: {reason}" for what, reason in facts.items() if reason)

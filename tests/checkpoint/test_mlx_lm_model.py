@@ -15,7 +15,7 @@ import mlx_mtp
 def plain(request, tmp_path_factory):
     """(loaded by us, mlx-lm's model)"""
     path, reference = families.headless(tmp_path_factory.mktemp("plain"), CONFIGS[request.param])
-    with pytest.warns(UserWarning, match=f"model_type '{request.param}' has no MTP port; decoding plainly"):
+    with pytest.warns(UserWarning, match=f"model_type '{request.param}' has no MTP port; whether it drafts"):
         model = mlx_mtp.load_model(path, lazy=True)  # which is not probed
     return model, reference
 
@@ -93,7 +93,7 @@ def test_options_that_need_a_port_are_refused_by_name(plain, tmp_path):
     with pytest.raises(ValueError, match="mtp_path=x: a family without a port drafts only with a file of tune-heads"):
         mlx_mtp.load_model(path, mtp_path="x")
     with pytest.raises(
-        ValueError, match=r"draft_model=.*: omit it; model_type 'starcoder2' decodes plainly: its wei"
+        ValueError, match=r"draft_model=.*: omit it; model_type 'starcoder2' decodes plainly: whether"
     ):
         mlx_mtp.load_model(path, draft_model=path, lazy=True)
 
@@ -102,7 +102,7 @@ def test_report(plain):
     text = str(plain[0].report)
     assert "MTP heads  0, model_type" in text
     assert "has no MTP port" in text
-    assert "port       none: decoded plainly, its weights are lazy, and a probe would read them" in text
+    assert "port       none: whether it drafts is decided by a test of its weights when they are read" in text
 
 
 def test_tensors_too_many_and_too_few(tmp_path):
