@@ -27,6 +27,7 @@ from ..machine.errors import first_line
 from .head_self_test import random_tokens
 
 PROMPT, KEPT, REJECTED, MORE = 6, 2, 2, 3  # rows of the passes before the last row; REJECTED are taken back
+CHUNK = 4  # tokens of the prompt's first chunk
 LEAST, MOST = 1e-3, 0.1  # limits of a difference relative to the greatest logit, in between NOISE times the usual one
 NOISE = 4
 OF_8_BITS = 0.3  # greatest difference of half of the rows with keys and values of 8 bits
@@ -76,7 +77,8 @@ def _check_passes(model: Any, tokens: mx.array, whole: mx.array, limit: float) -
     for c in cache.layers:
         c.make_mask = partial(_checked_mask, masks, c.make_mask, c.window)
     with noted(attentions) as found:
-        _check("of a prompt", _ours(model, prompt, cache), expected[0], limit)
+        read = [_ours(model, chunk, cache) for chunk in mx.split(prompt, [CHUNK], axis=1)]
+        _check("of a prompt in chunks", mx.concatenate(read, axis=1), expected[0], limit)
         _check("with rejected rows", _with_rejected(model, kept, cache), expected[1], limit)
     usual = (each for each in zip(attentions, found, strict=True) if _masked_by_caches(each[1], masks))
     model.form.attentions = [(module, calls[0].given[2].window) for module, calls in usual]

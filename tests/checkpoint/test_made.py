@@ -86,6 +86,12 @@ class OneRowDiffers(starcoder2.Attention):
         return super().__call__(x, mask, cache) * (1.5 if x.shape[1] == 1 else 1)
 
 
+class ReadsAPromptAtOnce(starcoder2.Attention):
+    def __call__(self, x, mask=None, cache=None):
+        later = x.shape[1] > 1 and isinstance(cache.offset, int) and cache.offset > 0
+        return super().__call__(x, mask, cache) * (1.5 if later else 1)
+
+
 class Cache(mlx_lm_caches.KVCache):
     pass
 
@@ -136,6 +142,7 @@ def lying(outer=None, attention=None):
         ({"attention": ReadsAnInt}, "its forward reads a position, or another array, on the host"),
         ({"attention": Counts}, "differ"),
         ({"attention": OneRowDiffers}, "logits differ in a pass of one row"),
+        ({"attention": ReadsAPromptAtOnce}, "logits differ in a pass of a prompt in chunks"),
         ({"outer": OwnCache}, "its layers need a Cache, whose rows cannot be taken back"),
         ({"outer": WiderMask}, "its masks see 7 positions, its cache holds all"),
         ({"outer": MixesRows}, "differ"),
