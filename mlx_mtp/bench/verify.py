@@ -22,7 +22,7 @@ from ..decoding.sampling import Picker
 from ..decoding.step import verify
 from ..kernels import on_metal
 from ..layers.kernel_site import VERIFY_ROWS
-from ..layers.port import Port
+from ..layers.with_heads import WithHeads
 from ..tuning.kernel_sites import place
 from ..tuning.kernel_switch import more_trials, switch, trials
 from ..tuning.kernel_trials import decide, requested
@@ -49,7 +49,7 @@ class Kernels:
     def __init__(self, model: Any, lane: str | None, rows: int = VERIFY_ROWS[-1]):
         self.sites: list[Any] = []
         self.words: tuple[str, ...] = ("none: as requested",) if on_metal() else ("none: no Metal GPU",)
-        if not isinstance(model, Port):
+        if not issubclass(type(model), WithHeads):
             raise ValueError(
                 "the model has no port and is decoded one row at a time: there is no verify to measure; "
                 "give a model of a supported family"

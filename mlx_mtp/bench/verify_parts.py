@@ -67,7 +67,7 @@ def parts_of(model: Any, contexts: Sequence[int], inputs: dict[int, mx.array]) -
         tapes = [(m, _taped(m, dtype)) for m in mixers]
         ops = [(lambda x, m=m, tape=tape: [m(x, None, copy(tape))], width_of(m.in_proj)) for m, tape in tapes]
         yield VerifyPart("recurrent, projected", None, partial(_calls, ops, dtype))
-    ops = [(partial(chosen, model), model.model.norm.weight.size)]
+    ops = [(partial(chosen, model), model.width)]
     yield VerifyPart("LM head", None, partial(_calls, ops, dtype))
 
 

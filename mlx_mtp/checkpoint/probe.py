@@ -6,7 +6,7 @@ must equal those on mlx-lm's own caches.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,8 @@ from ..cache.step_cache import CacheArrays
 from ..decoding.again import read_kept
 from ..layers.made import Made, Plain
 from ..layers.made_form import distance, take_form
+from ..layers.noted import ModuleCall, noted
+from ..layers.same_calls import ATTENTIONS
 from ..machine.errors import first_line
 from .head_self_test import random_tokens
 
@@ -70,12 +72,16 @@ def _check_passes(model: Any, tokens: mx.array, whole: mx.array, limit: float) -
     ends = [PROMPT, PROMPT + KEPT, PROMPT + KEPT + MORE]
     prompt, kept, more, last = mx.split(tokens, ends, axis=1)
     expected = mx.split(whole, ends, axis=1)
-    cache = make_prompt_cache(model)
+    attentions = [*{id(m): m for m in model.modules() if _is_attention(m)}.values()]
+    cache, masks = make_prompt_cache(model), []
     for c in cache.layers:
-        c.make_mask = partial(_checked_mask, c.make_mask, c.window)
-    read = [_ours(model, chunk, cache) for chunk in mx.split(prompt, [CHUNK], axis=1)]
-    _check("of a prompt in chunks", mx.concatenate(read, axis=1), expected[0], limit)
-    _check("with rejected rows", _with_rejected(model, kept, cache), expected[1], limit)
+        c.make_mask = partial(_checked_mask, masks, c.make_mask, c.window)
+    with noted(attentions) as found:
+        read = [_ours(model, chunk, cache) for chunk in mx.split(prompt, [CHUNK], axis=1)]
+        _check("of a prompt in chunks", mx.concatenate(read, axis=1), expected[0], limit)
+        _check("with rejected rows", _with_rejected(model, kept, cache), expected[1], limit)
+    usual = (each for each in zip(attentions, found, strict=True) if _masked_by_caches(each[1], masks))
+    model.form.attentions = [(module, calls[0].given[2].window) for module, calls in usual]
     _check("of recorded rows", _recorded(model, more, cache), expected[2], limit)
     _check("of one row", _ours(model, last, cache), expected[3], limit)
 
@@ -86,12 +92,32 @@ def _check(name: str, found: mx.array, expected: mx.array, limit: float) -> None
 
 
 def _checked_mask(
-    make_mask: Callable[..., Any], window: int | None, *given: Any, window_size: Any = None, **more: Any
+    masks: list, make_mask: Callable[..., Any], window: Any, *given: Any, window_size: Any = None, **more: Any
 ):
-    """Return a cache's mask; ValueError if the forward asks for another window than its `make_cache`."""
+    """Return a cache's mask, and append (window, mask) to `masks`.
+
+    ValueError if the forward asks for another window than its `make_cache`.
+    """
     if window_size not in (None, window):
         raise ValueError(f"its masks see {window_size} positions, its cache holds {window or 'all'}")
-    return make_mask(*given, **more)
+    masks.append((window, make_mask(*given, **more)))
+    return masks[-1][1]
+
+
+def _is_attention(module: Any) -> bool:
+    linears = (module.get(name, ()) for name in ("q_proj", "k_proj", "v_proj"))
+    return type(module) in ATTENTIONS and "q_norm" not in module and all("weight" in each for each in linears)
+
+
+def _masked_by_caches(calls: Sequence[ModuleCall], masks: Sequence[tuple[Any, Any]]) -> bool:
+    """Return whether an attention is called, and each time as (x, mask, cache) with a mask of such a cache's.
+
+    masks: (window of the cache, mask) of each that a cache has made.
+    """
+    given = [call.given[1:] for call in calls]
+    if not given or any(len(each) != 2 for each in given):
+        return False
+    return all(any(m is mask and getattr(c, "window", 0) == w for w, mask in masks) for m, c in given)
 
 
 def _ours(model: Any, tokens: mx.array, cache: Any) -> mx.array:

@@ -23,6 +23,7 @@ from .mtp_spec import MTPSpec
 from .noted import giving, input_of, noting, stream_of, unnote, with_stream
 from .prompt_rows import NO_ROWS, PromptRows
 from .runtime import HasRuntime, Runtime
+from .same_calls import SameCalls, gated_call
 from .with_heads import WithHeads
 
 
@@ -75,6 +76,13 @@ class Made(WithHeads, Plain):
     form: MadeForm
     spec = MTPSpec(tensors=())
     MASK_ARRAY = False
+    # Classes of modules as in `Port`; what mlx-lm's other modules compute is not known.
+    MLP: Any = SameCalls([gated_call])
+    ROUTER = MOE = BLOCK = ()
+
+    @property
+    def ATTENTION(self) -> tuple[type, ...]:
+        return tuple(type(module) for module, _ in self.form.attentions)
 
     @property
     def NO_KV_BITS(self) -> str | None:

@@ -33,7 +33,7 @@ class MadeForm:
     every head size of quantized keys and values. layers: those whose streams can be captured, () if none can, and
     `no_streams` is why. outputs: one of each. embedding, head: the embedding and LM head, if they are modules. norm:
     the RMSNorm that makes the rows of the last stream, or a new one where none does. convolutions: for each kind that
-    is a ConvolutionCache its convolution.
+    is a ConvolutionCache its convolution. attentions: modules that a kernel can replace, with their caches' windows.
     """
 
     kinds: list[Any]
@@ -50,6 +50,7 @@ class MadeForm:
     head: Any = None
     norm: Any = None
     convolutions: Sequence[Any] = ()
+    attentions: Sequence[tuple[Any, int | None]] = ()
 
 
 def take_form(model: Any, tokens: mx.array) -> None:

@@ -65,6 +65,20 @@ def noting(modules: Sequence[Any]) -> Iterator[list[list[ModuleCall]]]:
 
 
 @contextmanager
+def noted(modules: Sequence[Any]) -> Iterator[list[list[ModuleCall]]]:
+    """Context as `noting`, for modules of any class; they keep their class afterwards."""
+    new = [module for module in modules if not isinstance(module, NotedCalls)]
+    for module in new:
+        note(module)
+    try:
+        with noting(modules) as found:
+            yield found
+    finally:
+        for module in new:
+            unnote(module)
+
+
+@contextmanager
 def giving(modules: Sequence[Any], outputs: Sequence[Any]) -> Iterator[None]:
     """Context in which `NotedCalls` modules return these outputs instead of computing anything."""
     for module, output in zip(modules, outputs, strict=True):

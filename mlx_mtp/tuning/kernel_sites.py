@@ -18,11 +18,11 @@ from ..layers.experts import Mixture, VerifyMoE, servable
 from ..layers.gated_delta import GatedDelta, Recurrence
 from ..layers.kernel_site import Site, known_format
 from ..layers.lm_head import place_heads
+from ..layers.made import Made
 from ..layers.mamba2 import Mamba2, Scan
 from ..layers.mla import AbsorbedMLA, BlockPerHead, LatentAttention, PerHead, VerifyMultiLinear
 from ..layers.mtp_head import EagleHead
 from ..layers.norm_rope import AttentionForm, NormRope
-from ..layers.port import Port
 from ..layers.products import (
     GLU,
     BlockGLU,
@@ -52,9 +52,9 @@ KV_BITS, KV_GROUPS = (8, 4), (64, 32)  # of quantized caches; the first group si
 T = TypeVar("T")
 
 
-def place(model: Port) -> list[Site]:
-    """Add sites to the model's modules and to its `runtime.sites`, and return them; all kernels are off at first."""
-    modules = [module for _, module in model.named_modules()]  # type: ignore[attr-defined]
+def place(model: Any) -> list[Site]:
+    """Add sites to a port's modules and to its `runtime.sites`, and return them; all kernels are off at first."""
+    modules = [module for _, module in model.named_modules()]
     sites: list[Site] = []
     for module, names in itertools.product(modules, TOGETHER):
         found = [child for name in names if type(child := module.get(name)) in LINEARS]
@@ -97,7 +97,7 @@ def _site_of(module: Any, usual: T, of_blocks: T) -> T:
     return of_blocks if is_blocks(module) else usual
 
 
-def _single(model: Port, module: Any) -> list[Site]:
+def _single(model: Any, module: Any) -> list[Site]:
     """Add the site of a module whose kernel serves this module alone; return it in a list, [] if there is none."""
     kind, tie = type(module), tied(model, module)
     if kind in LINEARS:
@@ -114,8 +114,7 @@ def _single(model: Port, module: Any) -> list[Site]:
 
 def tied(model: Any, module: Any) -> bool:
     """Return whether a module is an embedding that is also the LM head, and has no site yet."""
-    embedding = type(module) in (nn.Embedding, *EMBEDDINGS)
-    return embedding and module is model.model.embed_tokens and "lm_head" not in model.language
+    return type(module) in (nn.Embedding, *EMBEDDINGS) and module is model.unembedding()
 
 
 def _is_stacked(mlp: Any) -> bool:
@@ -143,7 +142,8 @@ def _attentions(model: Any) -> Iterator[Site]:
 
     Their trials use caches of the layer's window.
     """
-    pairs = zip(model.cached_layers(), model.windows(), strict=True)
+    made = isinstance(model, Made)
+    pairs = model.form.attentions if made else zip(model.cached_layers(), model.windows(), strict=True)
     windowed = [(layer, window, model.NO_KV_BITS) for layer, window in pairs]
     windowed += [(head.block, head.window, getattr(head, "NO_KV_BITS", model.NO_KV_BITS)) for head in model.mtp]
     kinds = {*model.ATTENTION, *(head.attention for head in model.mtp if isinstance(head, EagleHead))}
@@ -200,9 +200,9 @@ def _sums(model: Any) -> Iterator[Site]:
     A layer's second sum is followed by the next layer's norm, or the final one. Other blocks or norms than those of
     `model.BLOCK` and `model.NORM` have no sites.
     """
-    layers = model.layers
-    last = model.model.norm if isinstance(model.spec.capture, str) else None
-    following = [*(layer.input_layernorm for layer in layers[1:]), last] if model.BLOCK else []
+    layers = model.layers if model.BLOCK else []
+    last = model.final_norm if isinstance(model.spec.capture, str) else None
+    following = [*(layer.input_layernorm for layer in layers[1:]), last]
     blocks = [*zip(layers, following, strict=False), *((head.block, None) for head in model.mtp)]
     for block, after in blocks:
         if type(block) in model.BLOCK:

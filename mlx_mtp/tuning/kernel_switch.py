@@ -18,10 +18,11 @@ from ..layers.attention import VerifyAttention
 from ..layers.blocks import BlockMultiLinear
 from ..layers.gated_delta import GatedDelta
 from ..layers.kernel_site import VERIFY_ROWS, Site, inexact_rows
+from ..layers.made import Made
 from ..layers.mamba2 import Mamba2
-from ..layers.port import Port
 from ..layers.products import Matrices, Stack
 from ..layers.sparse_mla import SparseMLA
+from ..layers.with_heads import WithHeads
 from ..machine.remembered import digest
 from ..ranks.ordered_sum import parts_alone, sum_over
 from .ab_test import LAYERS, KernelTrial, compile_kernel
@@ -51,11 +52,11 @@ def switch_on(
     """
     if not on_metal():
         return ("none: no Metal GPU",), ()
-    if not isinstance(model, Port):
+    if not issubclass(type(model), WithHeads):
         return ("none: decoded one row at a time",), ()
     if lane == "off" or (lane is None and lazy):
         why = "asked for" if lane else "a trial would read all of the lazy weights"
-        recurrent = any(isinstance(module, GatedDelta) for module in model.modules())  # type: ignore[attr-defined]
+        recurrent = any(isinstance(module, GatedDelta) for module in model.modules())
         others = [line for line in others_not_exact(model) if line != FORMATS]
         return (f"none: {why}",), ("all products", *(["the gated delta rule"] if recurrent else []), *others)
     summed = parts_alone(model.modules())  # sites expect the modules of a single machine
@@ -116,7 +117,7 @@ class ModelTrials:
     `try_batch_rows` was called.
     """
 
-    def __init__(self, model: Port, sites: Sequence[Site], kv_bits: Collection[int] = (), lane: str | None = None):
+    def __init__(self, model: Any, sites: Sequence[Site], kv_bits: Collection[int] = (), lane: str | None = None):
         self.model, self.sites, self.dtype, self.lane = model, sites, model.no_hidden().dtype, lane
         self.matrices: ModelTrials | None = None
         self.batched = False
@@ -128,7 +129,7 @@ class ModelTrials:
         self.remembered = RememberedVerdicts(digest(f"{len(trial.pairs)} {trial.key}" for trial in self.trials))
 
     @classmethod
-    def of_sites(cls, model: Port, sites: Sequence[Site]) -> "ModelTrials":
+    def of_sites(cls, model: Any, sites: Sequence[Site]) -> "ModelTrials":
         """Return trials, of which none has run, for sites whose kernels were switched on or off without trials.
 
         Their verdicts state whether each kernel is on now. Trials above eight rows are included.
@@ -383,7 +384,6 @@ def others_not_exact(model: Any) -> Lines:
     """Return the names of a model's operations that have no exact kernel."""
     modules = [module for _, module in model.named_modules()]
     attentions = [m for m in modules if "o_proj" in m]
-    selectable = model.runtime.adapters.names if isinstance(model, Port) else ()
     found = {
         FORMATS: any(type(m) in (*LINEARS, nn.QQLinear) or tied(model, m) for m in modules),
         "attention": any(not isinstance(m, VerifyAttention) and not getattr(m, "latent", None) for m in attentions),
@@ -391,6 +391,7 @@ def others_not_exact(model: Any) -> Lines:
         "latent attention's products per head": any(type(m) in PER_HEAD for m in modules),
         "Mamba2's convolution": any(isinstance(m, Mamba2) for m in modules),
         "unquantized experts": any(type(m) is SwitchLinear for m in modules),  # sorted from 64 of them on
-        "adapters": bool(selectable) or any("lora_a" in m for m in modules),
+        "adapters": bool(model.runtime.adapters.names) or any("lora_a" in m for m in modules),
+        "everything in mlx-lm's model without a kernel": isinstance(model, Made),
     }
     return tuple(name for name, present in found.items() if present)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..layers.noted import NotedCalls, note, noting, unnote
+from ..layers.noted import noted
 
 MOST = 2**18  # values of an array per row of a pass; keys and values of all positions have more, and are not kept
 CallArrays = Sequence[mx.array | None]  # None stands for an array that is too large
@@ -26,15 +26,8 @@ def calls_of(modules: Mapping[str, Any], rows: int, run: Callable[[], Any]) -> t
 
     modules: by path.
     """
-    new = [module for module in modules.values() if not isinstance(module, NotedCalls)]
-    for module in new:
-        note(module)
-    try:
-        with noting([*modules.values()]) as found:
-            result = run()
-    finally:
-        for module in new:
-            unnote(module)
+    with noted([*modules.values()]) as found:
+        result = run()
     calls = sorted(
         (c.number, path, c.given, c.output) for path, each in zip(modules, found, strict=True) for c in each
     )
