@@ -12,19 +12,24 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import convert as mlx_lm_convert
 from mlx_lm import utils as mlx_lm_utils
+from mlx_lm.models.cache import make_prompt_cache as mlx_lm_caches_of
 
 from ..decoding.memory_needs import Budget
 from ..layers.blocks import place_blocks
 from ..layers.made import Plain, as_target
+from ..layers.made_form import CLOSE, distance
 from ..layers.scaled import scale_outputs
 from ..machine import atomic
 from ..machine.errors import one_line
 from ..models import port_names
 from ..models.config.normalize import normalize
 from ..models.config.rope_modules import apply_rope
+from ..ranks.group import Ranks
+from ..ranks.split import shard, sum_in_order, without_own_sums
 from .build import attach_drafter, attach_new_head
 from .cure import NeverDrafts
 from .files import fill_model, read_config, read_tensors
+from .head_self_test import FEW_TOKENS, random_tokens
 from .packed.arrays import read_arrays
 from .packed.contents import recognize
 from .packed.modules import Packed
@@ -38,14 +43,21 @@ from .weight_files import StoredTensors, read_stored
 
 
 def load_made(
-    path: Path, config: dict, drafting: Drafting, budget: Budget, *, lazy: bool, drafter: Path | None = None
+    path: Path,
+    config: dict,
+    drafting: Drafting,
+    budget: Budget,
+    ranks: Ranks | None = None,
+    *,
+    lazy: bool,
+    drafter: Path | None = None,
 ) -> Any:
     """Return mlx-lm's own model with its report: `Made` if a probe shows that it can draft, else `Plain`.
 
     Warns that a `Plain` one decodes without drafts, unless mtp=False. lazy: neither the memory nor the weights are
-    checked, nor are weights read, and the model is `Plain`. drafter: directory of an external drafter to attach that
-    is no small model. ValueError for options of heads, an unknown model_type, a damaged checkpoint, or too little
-    memory, or a drafter that does not fit the model.
+    checked, nor are weights read, and the model is `Plain`. ranks: split the model over them. drafter: directory of
+    an external drafter to attach that is no small model. ValueError for options of heads, an unknown model_type, a
+    damaged checkpoint, a model that cannot be split, or too little memory, or a drafter that does not fit the model.
     """
     name, overrides, heads = config["model_type"], drafting.mtp_overrides, drafting.mtp_path
     source, why = f"model_type {name!r} has no MTP port", "its weights are lazy, and a probe would read them"
@@ -55,10 +67,13 @@ def load_made(
     ignored: list[str] = []
     with one_line(f"{path}: cannot be loaded", keep=True):
         model = _build(path, config, ", ".join(port_names()), ignored)
+        logits = _split(model, ranks, name, lazy=lazy) if ranks else None
         if not lazy:
             budget.check(model, path)
             check_numbers(named(model), lambda name: (path, name))
             check_codes(model, lambda name: (path, name), heads=False)
+            if logits is not None:
+                _check_sums(model, name, logits)
             why = probe(model)
     for option, value in (("draft_model", drafting.draft_model), ("mtp_path", heads)):
         if why and value:
@@ -73,11 +88,34 @@ def load_made(
             ignored += unused
         budget.check(model, path)
     facts = {"source": source, "norms": "mlx-lm's", "ignored": tuple(ignored), "port": _port_of(model, why)}
+    facts["ranks"] = ranks.size if ranks else 1
     model.runtime.report = make_report(model, config, **facts)
     if drafting.mtp and not (drafting.draft_model or heads):
         how = f"with mlx-lm's own model: {why}" if why else "unless drafts are copied from the text (prompt lookup)"
         warnings.warn(f"{path}: {source}; decoding plainly, {how}", NeverDrafts, stacklevel=4)
     return model
+
+
+def _split(model: Any, ranks: Ranks, name: str, *, lazy: bool) -> mx.array | None:
+    """Split a model over ranks; return lazy logits with mlx-lm's own sums, None for a lazy model."""
+    kinds = shard(model, ranks.group, name)
+    logits = None if lazy else _logits(model)
+    sum_in_order(without_own_sums(model, ranks.group, name, kinds), ranks.group)
+    model.runtime.ranks = ranks
+    return logits
+
+
+def _check_sums(model: Any, name: str, logits: mx.array) -> None:
+    """Raise ValueError, on every rank, if other sums than mlx-lm's own changed a split model's logits."""
+    ranks = model.ranks
+    differs = not distance(_logits(model), logits) <= CLOSE  # NaN is no distance
+    if [1] in ranks.gather([int(differs)]):
+        raise ValueError(f"ranks={ranks.size}: model_type {name!r} cannot be split: its layers sum in other places")
+
+
+def _logits(model: Any) -> mx.array:
+    tokens = random_tokens(model.vocab_size)[:FEW_TOKENS]
+    return model(mx.array([tokens]), cache=mlx_lm_caches_of(model))
 
 
 def _port_of(model: Any, why: str | None) -> str:

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.minimax import ShardedRMSNorm
 
 
 def ordered_sum(x: mx.array, group: Any) -> mx.array:
@@ -26,6 +27,16 @@ class SummedOverRanks:
 
     def __call__(self, *args: Any, **options: Any) -> mx.array:
         return ordered_sum(super().__call__(*args, **options), self.ranks_group)  # type: ignore[misc]
+
+
+class OrderedRMSNorm(ShardedRMSNorm):
+    """The same norm of rows of which each rank has a part, with the ranks' sums of squares added in rank order."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        x32 = x.astype(mx.float32)
+        squares = ordered_sum(x32.square().sum(axis=-1, keepdims=True), self.group)
+        scale = mx.rsqrt(squares / (x.shape[-1] * self.group.size()) + self.eps)
+        return (x32 * scale * self.weight).astype(x.dtype)
 
 
 def sum_over(module: Any, group: Any) -> None:

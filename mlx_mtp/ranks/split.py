@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.nn.layers import distributed
 from mlx.utils import tree_map
+from mlx_lm.models.minimax import ShardedRMSNorm
 
 from ..kernels import BLOCK_FORMATS
-from .ordered_sum import sum_over
+from ..machine.errors import one_line
+from .ordered_sum import OrderedRMSNorm, sum_over
 
 MAX_LISTED = 64  # maximum number of ranks that a message lists
 SUMMED = distributed.ShardedToAllLinear, distributed.QuantizedShardedToAllLinear
@@ -20,6 +23,7 @@ SHARDED = *SUMMED, distributed.AllToShardedLinear, distributed.QuantizedAllToSha
 SCALE = "output_scale"  # of a quantized linear, see `layers/scaled.py`
 HEADS = ("num_heads", "n_heads", "num_attention_heads", "num_k_heads", "num_v_heads")
 KV_HEADS = ("num_kv_heads", "n_kv_heads", "num_key_value_heads")
+UNSPLIT = ValueError, AssertionError, AttributeError, LookupError, TypeError
 INPUTS_SPLIT = ("o_proj", "out_proj", "down_proj")  # linears of which each rank has a share of the columns
 
 
@@ -40,7 +44,12 @@ def split(model: Any, group: Any, name: str) -> None:
 
     name: the model_type, for messages. Raises ValueError if the model cannot be split over these ranks.
     """
-    for module in take_part(model, group, name):
+    sum_in_order(take_part(model, group, name), group)
+
+
+def sum_in_order(modules: list[Any], group: Any) -> None:
+    """Make modules from `take_part` return sums over the ranks of a group."""
+    for module in modules:
         sum_over(module, group)
 
 
@@ -49,20 +58,55 @@ def take_part(model: Any, group: Any, name: str) -> list[Any]:
 
     These are each layer's attention (or linear attention) and MLP. Raises ValueError as `check_divides`.
     """
+    kinds = shard(model, group, name)
+    return without_own_sums(model, group, name, kinds)
+
+
+def shard(model: Any, group: Any, name: str) -> list[dict[str, type]]:
+    """Replace the layers' weights by this rank's lazy part, with mlx-lm's own sums.
+
+    Return each layer's classes by path before. ValueError as `check_divides`, or if mlx-lm refuses.
+    """
     check_divides(model, group.size(), name)
-    for layer in model.layers:
-        _repeat_kv_heads(_mixer(layer), group.size())
+    for mixer in (mixer for layer in model.layers for mixer in _mixers(layer)):
+        _repeat_kv_heads(mixer, group.size())
     kinds = [{path: type(module) for path, module in layer.named_modules()} for layer in model.layers]
     scales = [_take_scales(layer) for layer in model.layers]
-    model.shard(group)
-    for layer, taken, own in zip(model.layers, scales, kinds, strict=True):
+    with one_line(f"ranks={group.size()}: mlx-lm cannot split model_type {name!r}", UNSPLIT):
+        model.shard(group)
+    for layer, taken in zip(model.layers, scales, strict=True):
         _put_scales(layer, taken)
+        layer.update(tree_map(mx.contiguous, layer.parameters()))  # frees the other ranks' parts
+    return kinds
+
+
+def without_own_sums(model: Any, group: Any, name: str, kinds: list[dict[str, type]]) -> list[Any]:
+    """Undo mlx-lm's own sums in a model after `shard`, which returned `kinds`; return as `take_part`.
+
+    ValueError if mlx-lm sums elsewhere than in the modules of layers.
+    """
+    modules = [part for layer in model.layers for part in _parts(layer) if any(map(_sums, part.modules()))]
+    for part in modules:
+        for module in filter(_sums, part.modules()):
+            module.sharding_group = None
+    for layer, own in zip(model.layers, kinds, strict=True):
         _make_plain(layer, own, first=group.rank() == 0)
-    modules = [module for layer in model.layers for module in (_mixer(layer), layer.mlp)]
-    for module in modules:
-        module.sharding_group = None  # disables mlx-lm's own sum
-        module.update(tree_map(mx.contiguous, module.parameters()))  # frees the other ranks' parts
+    for path, module in model.named_modules():
+        if type(module) is ShardedRMSNorm:
+            module.__class__ = OrderedRMSNorm
+        elif type(module) in SHARDED or any(value is group for value in vars(module).values()):
+            raise ValueError(f"ranks={group.size()}: model_type {name!r} cannot be split: mlx-lm splits its {path}")
     return modules
+
+
+def _parts(layer: Any) -> Iterator[Any]:
+    """Yield the modules that a layer consists of."""
+    for child in layer.values():
+        yield from (each for each in (child if isinstance(child, list) else [child]) if isinstance(each, nn.Module))
+
+
+def _sums(module: Any) -> bool:
+    return type(module) in SUMMED or getattr(module, "sharding_group", None) is not None
 
 
 def check_divides(model: Any, ranks: int, name: str) -> None:
@@ -89,19 +133,21 @@ def _divides(size: int, ranks: int, *, kv: bool) -> bool:
     return size % ranks == 0 or (kv and ranks % size == 0)
 
 
-def _mixer(layer: Any) -> Any:
-    """Return a layer's attention or linear attention."""
-    return layer.linear_attn if getattr(layer, "is_linear", False) else layer.self_attn
+def _mixers(layer: Any) -> list[Any]:
+    """Return a layer's attention or linear attention, of some families several."""
+    return [module for _, module in layer.named_modules() if not {"o_proj", "out_proj"}.isdisjoint(module)]
 
 
 def _sizes(model: Any) -> Iterator[tuple[str, int, bool]]:
     """Yield each size that must be divisible: (name, size, whether it counts key-value heads)."""
     for i, layer in enumerate(model.layers):
-        mixer = _mixer(layer)
-        for attribute in (name for name in (*HEADS, *KV_HEADS) if hasattr(mixer, name)):
-            kind = attribute.removeprefix("num_").removeprefix("n_").replace("_", " ")
-            yield f"{kind} in layer {i}", getattr(mixer, attribute), attribute in KV_HEADS
-        for path, linear in [*mixer.named_modules(), *layer.mlp.named_modules()]:
+        for mixer in _mixers(layer):
+            across = {"q_norm", "q_proj"} <= mixer.keys() and len(mixer.q_norm.weight) == len(mixer.q_proj.weight)
+            for attribute in (name for name in (*HEADS, *KV_HEADS) if hasattr(mixer, name)):
+                kind = attribute.removeprefix("num_").removeprefix("n_").replace("_", " ")
+                kv = attribute in KV_HEADS and not across  # a norm across all heads would see repeated ones
+                yield f"{kind} in layer {i}", getattr(mixer, attribute), kv
+        for path, linear in layer.named_modules():
             if path.rpartition(".")[2] in INPUTS_SPLIT:
                 what, name = ("groups of columns", "scales") if "scales" in linear else ("columns", "weight")
                 yield f"{what} in layer {i}'s {path}", linear[name].shape[-1], False
@@ -175,4 +221,5 @@ def _make_plain(layer: Any, kinds: dict[str, type], *, first: bool) -> None:
         if type(linear) in SHARDED:
             if "bias" in linear and not first and type(linear) in SUMMED:
                 linear.pop("bias")
+            del linear.group
             linear.__class__ = kinds[path]
