@@ -35,7 +35,7 @@ WHOLE = [0, 1]  # the part of a model that is not split
 DIGITS = 64
 BLANK = "0" * DIGITS  # stands for the checksum while it is computed
 CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{64})"')
-NUMBERS = ("start", "keep", "bits", "group_size", "offset")  # fields of layers' configs
+NUMBERS = ("start", "keep", "bits", "group_size", "offset", "count")  # fields of layers' configs
 PIECE = 1 << 24  # bytes per read
 
 
@@ -239,8 +239,9 @@ def _suits(needed: CacheKind, c: LayerCache) -> bool:
 
     Where all positions are needed, a window is accepted too (max_kv_size).
     """
-    if isinstance(needed, type):
-        return isinstance(c, needed)
+    if callable(needed):
+        own = needed()
+        return type(c) is type(own) and c.empty_config == own.empty_config
     return needed in (None, c.window) and not (c.is_state or c.is_mlx_lm)
 
 

@@ -100,7 +100,7 @@ class LinearKVCache(LayerCache):
         self.limit += rows
         if view.start or view.stop < self.capacity:
             parts = tuple([part[:, :, view] for part in parts])  # an ellipsis is four times slower
-        return self._decode(parts)
+        return self._shared(self._decode(parts))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """Return the mask of the next N rows: None (one row sees all), "causal", or boolean [N, visible slots].

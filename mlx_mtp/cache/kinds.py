@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..machine.ranges import Allowed, IntegerChoice, Range
+from .arrays import StateCache
+from .convolution import ConvolutionCache
 from .drafting import drafting_parts
 from .growing import LinearKVCache, QuantizedLinearKVCache
 from .layer_cache import CachedModel, CacheKind, LayerCache, OncePerPass
@@ -12,7 +14,9 @@ from .recurrent import RecurrentCache
 from .ring import QuantizedSlidingKVCache, Ring, SlidingKVCache
 
 # Kinds without keys and values, by the name that their `config` has in files.
-BY_NAME: dict[str, type[Any]] = {kind.name: kind for kind in (RecurrentCache, MlxLmCaches)}
+BY_NAME: dict[str, type[Any]] = {
+    kind.name: kind for kind in (RecurrentCache, ConvolutionCache, StateCache, MlxLmCaches)
+}
 GROUP_SIZES = (32, 64, 128)  # supported by MLX's quantization
 MOST_POSITIONS = 2**30  # of a cache: MLX's shapes and positions are int32, and buffers are rounded up
 BITS = (2, 3, 4, 5, 6, 8)
@@ -30,11 +34,11 @@ def make_cache(
 ) -> Any:
     """Return the empty cache of one layer; with `bits`, keys and values are quantized in groups of `group_size`.
 
-    window: the number of positions kept, or a Ring that layers share; None for all; or a class of cache, which is
-    created without the other arguments. start: the first position with contents. keep: the number
+    window: the number of positions kept, or a Ring that layers share; None for all; or a function or class that
+    returns another cache, without the other arguments. start: the first position with contents. keep: the number
     of the window's positions that are the sequence's first ones; a given Ring has its own.
     """
-    if isinstance(window, type):
+    if callable(window):
         return window()
     if window is None:
         return LinearKVCache(start) if bits is None else QuantizedLinearKVCache(group_size, bits, start)
@@ -84,7 +88,7 @@ def check_layout(
         for part in () if bits is None else drafting_parts(model) if name == "mtp_kv_bits" else [model]:
             if why := getattr(part, "NO_KV_BITS", model.NO_KV_BITS):
                 raise ValueError(f"{name}={bits}: not with {why}; allowed is None")
-            head_dim = getattr(part, "head_dim", None) or model.args.head_dim
+            head_dim = head_dim_of(part) or head_dim_of(model) or 0
             if head_dim % kv_group_size:
                 fitting = [str(size) for size in GROUP_SIZES if head_dim % size == 0]
                 fits = ", ".join(fitting) or f"none; leave out {name}"
@@ -93,13 +97,17 @@ def check_layout(
         raise ValueError(f"max_kv_size={max_kv_size}: not with {model.NO_KV_BITS}; allowed is None")
 
 
+def head_dim_of(model: Any) -> int | None:
+    """Return the head size of a model's, or of a drafter's, keys and values; None if it states none."""
+    return getattr(model, "head_dim", None) or getattr(getattr(model, "args", None), "head_dim", None)
+
+
 def group_size_for(model: CachedModel) -> int:
     """Return the default kv_group_size: 64, or 32 if the model's head size is a multiple of 32 but not of 64.
 
     Also 64 for a head size that neither divides; `check_layout` then refuses to quantize.
     """
-    named = getattr(model, "head_dim", None) or getattr(getattr(model, "args", None), "head_dim", None)
-    head_dim = named or 64  # latent attention is not quantized
+    head_dim = head_dim_of(model) or 64  # latent attention is not quantized
     return next((size for size in (64, 32) if head_dim % size == 0), 64)
 
 

@@ -46,10 +46,13 @@ class LayerCache:
         that all rows of an answer have the same ones; `limit` cannot, because it depends on drafts.
 
     A class also sets `is_state` (one state of the whole sequence, no rows), `wraps` (new rows overwrite old ones, so
-    a lower offset does not restore them) and `is_mlx_lm` (mlx-lm's own caches, for which no cycle is built ahead).
+    a lower offset does not restore them), `rereads` (accepted rows are read again if others of their verify were
+    rejected) and `is_mlx_lm` (mlx-lm's own caches, for which no cycle is built ahead).
+    fetched: what `update_and_fetch` returned in this pass of a foreign model; None outside of one.
     """
 
-    is_state = wraps = is_mlx_lm = False
+    is_state = wraps = rereads = is_mlx_lm = False
+    fetched: Any = None
     start: Any = 0
     shift: Any = 0
     axes: mx.array | None = None
@@ -110,6 +113,20 @@ class LayerCache:
         """Set the position (a host integer, or int32 [1] on the device) and the host's upper bound of it."""
         self.offset, self.limit = offset, limit
 
+    def _shared(self, fetched: Any) -> Any:
+        """Return what `update_and_fetch` returns; in a pass of a foreign model it is kept for `keys_and_values`."""
+        if self.fetched is not None:  # elsewhere a reference would make the next write a copy
+            self.fetched = fetched
+        return fetched
+
+    def keys_and_values(self) -> Any:
+        """Return the keys and values of this pass, which several layers of a foreign model read."""
+        return self.fetched
+
+    def passed(self, sequences: int, rows: int) -> None:
+        """End a pass of a foreign model over the next rows of a number of sequences."""
+        self.fetched = None
+
     def used(self) -> Parts:
         """Return the arrays to save: rows up to a multiple of STEP after the last; a ring or a state as it is."""
         return self.parts
@@ -136,7 +153,7 @@ def shapes_of(parts: Sequence[mx.array]) -> list[tuple[tuple[int, ...], mx.Dtype
     return [(tuple(part.shape), part.dtype) for part in parts]
 
 
-CacheKind = int | None | type[LayerCache]  # a window, all positions, or a class of cache
+CacheKind = int | None | Callable[[], LayerCache]  # a window, all positions, or what creates another cache
 
 
 class CachedModel(Protocol):

@@ -177,7 +177,8 @@ class SlidingKVCache(LinearKVCache):
         self._write(new)
         self.offset += rows
         self.limit += rows
-        return self._decode(tuple(mx.concatenate([a, b], axis=2) for a, b in zip(past, new, strict=True)))
+        whole = tuple(mx.concatenate([a, b], axis=2) for a, b in zip(past, new, strict=True))
+        return self._shared(self._decode(whole))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         if not isinstance(self.offset, int):

@@ -12,6 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from .arrays import StateCache
+from .convolution import ConvolutionCache
 from .growing import LinearKVCache, QuantizedLinearKVCache, QuantizedStorage, round_up
 from .layer_cache import LayerCache, OncePerPass, Parts
 from .recurrent import RecurrentCache
@@ -148,7 +150,7 @@ class PooledKV(LayerCache):
         view, end = self.span.view, self._visible(rows)
         self.offset = self.once(operator.add, self.offset, rows)
         self.limit += rows
-        return self._decode(tuple([part[view, :, :end] for part in self.parts]))
+        return self._shared(self._decode(tuple([part[view, :, :end] for part in self.parts])))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         """Return the mask of each sequence's next N rows, boolean [n, 1, N, S] for the S that attention reads."""
@@ -194,6 +196,32 @@ class PooledState(RecurrentCache):
         return tuple(mx.contiguous(part[row : row + 1]) for part in parts)
 
 
+class PooledArrays(StateCache):
+    """The arrays of n sequences: `StateCache` with n rows per array."""
+
+    def __init__(self, count: int):
+        super().__init__(count)
+        self.offset: Any = None
+
+    def regroup(self, index: mx.array, newcomers: Sequence[Any]) -> None:
+        """Change the sequences of the next pass, none of which has rejected rows; arguments: as in `PooledState`."""
+        every = [cache.newest for cache in (self, *newcomers) if cache.parts]
+        if len({tuple(part.shape[1:] for part in parts) for parts in every}) > 1:
+            raise ValueError("its layers' states have a size that depends on the length of a text")
+        self.parts = tuple([gather(parts[0], parts[1:], index) for parts in zip(*every, strict=True)])
+
+    copied: Any = PooledState.copied
+
+    def choose(self, chosen: mx.array, other: Parts) -> None:
+        """Replace the arrays of the sequences that are not `chosen`, bool [n], by those of `other`."""
+        pairs = zip(self.newest, other, strict=True)
+        self.parts = tuple([mx.where(chosen.reshape(-1, *[1] * (a.ndim - 1)), a, b) for a, b in pairs])
+
+
+class PooledConvolution(ConvolutionCache, PooledState):
+    """The input rows of one layer's convolution of n sequences."""
+
+
 def _positions_from(start: mx.array, rows: int) -> mx.array:
     """Return the positions [n, rows, 1] of `rows` rows from each of `start`, int32 [n]."""
     return (start[:, None] + mx.arange(rows))[:, :, None]
@@ -225,6 +253,8 @@ POOLS: dict[type[Any], type[Any]] = {
     QuantizedLinearKVCache: QuantizedPooledKV,
     QuantizedSlidingKVCache: QuantizedPooledKV,
     RecurrentCache: PooledState,
+    StateCache: PooledArrays,
+    ConvolutionCache: PooledConvolution,
 }
 
 
@@ -238,6 +268,8 @@ def pooled(cache: Any, ring: Ring | None) -> Any:
     if pool is None:
         supported = ", ".join(kind.__name__ for kind in POOLS)
         raise ValueError(f"{type(cache).__name__}: no pool holds this kind of cache; supported are {supported}")
-    if pool is PooledState:
+    if pool is PooledArrays:
+        return pool(cache.count)
+    if cache.is_state:
         return pool()
     return pool(cache.group_size, cache.bits, ring) if pool is QuantizedPooledKV else pool(ring)

@@ -284,9 +284,9 @@ def attach_new_head(model: Any, file: Path) -> str:
 
     ValueError for a file with other tensors, or a damaged one, or if the port's layers cannot be in a head.
     """
-    header = read_header([file])
+    header = read_header([file]) if file.is_file() else {}
     if not header or not all(TUNED.locate(name, 0) for name in header):
-        raise ValueError(f"mtp_path={file}: a family without a port has only heads of tune-heads --new")
+        raise ValueError(f"mtp_path={file}: a family without a port drafts only with a file of tune-heads --new")
     draft_vocab = next((tensor.shape[0] for name, tensor in header.items() if name.endswith(".d2t")), 0)
     spec = replace(TUNED, draft_vocab=draft_vocab)
     head = MTPHead(spec, model.like_last_layer(), model.final_norm, model.vocab_size, mask_array=model.MASK_ARRAY)

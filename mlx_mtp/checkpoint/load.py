@@ -260,7 +260,8 @@ def _load(path: Path, config: dict, options: LoadOptions) -> Any:
         small = drafter if drafter and is_small_model(drafter) else None
         model = load_made(path, config, drafting, budget, ranks, lazy=lazy, drafter=None if small else drafter)
         model.runtime.blind = open_vision(path, config, None, options.sight, 0)[1]
-        attach_tuned(model, drafting.mtp_path)
+        if model.mtp:
+            attach_tuned(model, drafting.mtp_path)
         if small:
             attach_small_model(model, small, budget, lazy=lazy)
     else:
@@ -274,7 +275,8 @@ def _load(path: Path, config: dict, options: LoadOptions) -> Any:
                 drafting = replace(drafting, mtp_path=shipped)
         given = {"ranks": ranks, "lazy": lazy, "sight": options.sight}
         model = load_port(port, path, config, drafting, budget, **given)
-        attach_tuned(model, drafting.mtp_path)
+        if model.mtp:
+            attach_tuned(model, drafting.mtp_path)
         if small:
             attach_small_model(model, small, budget, lazy=lazy)
         if drafting.heads and not model.mtp and not model.drafter:

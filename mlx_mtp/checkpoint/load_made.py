@@ -136,7 +136,7 @@ def _build(path: Path, config: dict, ports: str, ignored: list[str]) -> Any:
     name = config["model_type"]
     try:
         family = importlib.import_module(f"mlx_lm.models.{mlx_lm_utils.MODEL_REMAPPING.get(name, name)}")
-    except ModuleNotFoundError:
+    except (ModuleNotFoundError, SystemExit):  # one of mlx-lm's modules exits where a package is missing
         reason = f"model_type {name!r} is unknown; known are {ports} and mlx-lm's"
         raise ValueError(f"{path}/config.json: {reason}") from None
     stored = read_stored(path)

@@ -18,6 +18,7 @@ from ..cache.pool import Pool
 from ..cache.prompt_cache import PromptCache, make_prompt_cache
 from ..cache.slots import Span
 from ..cache.step_cache import CacheArrays
+from ..decoding.again import read_kept
 from ..layers.made import Made, Plain
 from ..layers.made_form import distance, take_form
 from ..machine.errors import first_line
@@ -26,7 +27,7 @@ from .head_self_test import random_tokens
 PROMPT, KEPT, REJECTED, MORE = 6, 2, 2, 3  # rows of the passes before the last row; REJECTED are taken back
 LEAST, MOST = 1e-3, 0.1  # limits of a difference relative to the greatest logit, in between NOISE times the usual one
 NOISE = 4
-OF_8_BITS = 0.3  # the same for keys and values of 8 bits
+OF_8_BITS = 0.3  # greatest difference of half of the rows with keys and values of 8 bits
 FAILURES = (TypeError, AttributeError, LookupError, ArithmeticError, ValueError, RuntimeError, NotImplementedError)
 
 
@@ -101,6 +102,8 @@ def _with_rejected(model: Any, kept: mx.array, cache: PromptCache) -> mx.array:
     rejected = (kept[:, :REJECTED] + 1) % model.vocab_size
     logits = _ours(model, mx.concatenate([kept, rejected], axis=1), cache)
     cache.rollback(mx.array([REJECTED]))
+    read_kept(model, cache, [(PROMPT, kept[0].tolist())], KEPT + REJECTED)  # type: ignore[arg-type]
+    cache.to_device()
     return logits[:, : kept.shape[1]]
 
 
@@ -115,7 +118,10 @@ def _recorded(model: Any, tokens: mx.array, cache: PromptCache) -> mx.array:
 
     for c in cache.layers:
         c.hold(end)
-    mx.compile(read)(tokens, *arrays)  # never computed: on a CPU MLX would run a compiler
+    try:
+        mx.compile(read)(tokens, *arrays)  # never computed: on a CPU MLX would run a compiler
+    except ValueError as e:
+        raise ValueError("its forward reads a position, or another array, on the host") from e
     return _ours(model, tokens, cache)
 
 
@@ -123,7 +129,7 @@ def _check_pool(model: Any, tokens: mx.array, whole: mx.array, limit: float) -> 
     """Raise ValueError if the logits of a sequence differ in a pass with another one."""
     first, second = make_prompt_cache(model), make_prompt_cache(model)
     prompt, kept = tokens[:, :PROMPT], tokens[:, PROMPT : PROMPT + KEPT]
-    for cache, ids in ((first, prompt), (second, prompt[:, ::2])):
+    for cache, ids in ((first, prompt), (second, prompt[:, :1])):
         _ours(model, ids, cache)
         cache.settle(ids[0].tolist())  # type: ignore[arg-type]
     pool = Pool(first)
@@ -137,12 +143,17 @@ def _check_bits(model: Any, tokens: mx.array, whole: mx.array) -> None:
     cache = make_prompt_cache(model)
     _ours(model, tokens, cache)
     sizes = [part.shape[-1] for c in cache.layers if not c.is_state for part in c.parts]
+    if not sizes:
+        raise ValueError("layers without keys and values")
     model.form.head_dim, model.form.no_bits = math.gcd(*sizes), None
     group_size = group_size_for(model)
     if model.form.head_dim % group_size:
         raise ValueError(f"heads of {min(sizes)}")
     cache = make_prompt_cache(model, kv_bits=8, kv_group_size=group_size)
     try:
-        _check("on keys of 8 bits", _ours(model, tokens, cache), whole, OF_8_BITS)
+        found = _ours(model, tokens, cache)
+        far = [distance(found[:, i], whole[:, i]) > OF_8_BITS for i in range(tokens.shape[1])]
     except FAILURES as e:
         raise ValueError("attention that reads no quantized keys and values") from e
+    if sum(far) > len(far) // 2:  # rounding may choose other experts in some rows
+        raise ValueError("logits differ with keys and values of 8 bits")

@@ -8,6 +8,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..cache.arrays import rereads
 from ..decoding.drafters import drafter_of
 from ..decoding.drafters.small_model import SmallModel
 from ..decoding.graph_memory import nbytes
@@ -21,6 +22,7 @@ from .sort_tensors import Drafting
 
 NO_HEADS = Drafting(mtp=False, mtp_path=None, mtp_overrides={}, draft_model=None)
 OF_DRAFTERS = re.compile(r"(model\.)?(fc\.weight|(.*\.)?hidden_norm\.weight|d2t)")  # tensors that no whole model has
+EMBEDDING = re.compile(r"(.*\.)?(\w*embed\w*|wte|embd)\.weight")
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken.model")
 
 
@@ -33,7 +35,7 @@ def is_small_model(path: Path) -> bool:
         if find_family(config := read_config(path)) is None:
             return False
         names = read_header(sorted(path.glob("*.safetensors"))).keys()
-        embedded = any("embed" in name.rpartition(".weight")[0].rpartition(".")[2] for name in names)
+        embedded = any(EMBEDDING.fullmatch(name) for name in names)
         foreign = any(OF_DRAFTERS.fullmatch(name) for name in names)
         return embedded and not foreign and all(kind.refuses(config, names) for kind in drafter_kinds())
     return False
@@ -51,6 +53,8 @@ def attach_small_model(model: Any, path: Path, budget: Budget, *, lazy: bool) ->
         small = load_port(port, path, config, NO_HEADS, own, lazy=lazy)
     else:
         small = load_made(path, config, NO_HEADS, own, lazy=lazy)
+    if rereads(small):
+        raise ValueError(f"draft_model={path}: omit it; rejected drafts would stay in its layers' states")
     small.eval()
     model.drafter = SmallModel(small, model.vocab_size, path)
     model["drafter"] = small  # so that its parameters are among the model's

@@ -9,6 +9,7 @@ from ..cache.prompt_cache import PromptCache
 from ..layers.target import Target
 from ..tuning.kernel_fallback import KernelRefused, Trouble, newly_refused
 from ..tuning.plan import Plan
+from .again import come_to_rest, first_rows, read_kept, why_read_again
 from .agreement import Agreement
 from .cycle_masks import mask_thread
 from .drafters.drafter import Drafter
@@ -70,8 +71,7 @@ class Alone(Seating):
     def agree(self) -> None:
         """Run each kernel that the next graph launches for the first time; on ranks also receive rank 0's next plan.
 
-        On ranks `stopping` is set, too. Raises KernelRefused, on every rank, if any rank refuses a kernel, and as
-        `Agreement.meet`.
+        On ranks `stopping` is set, too. Raises as `Agreement.meet`, and KernelRefused, on every rank, if one refuses.
         """
         refused = newly_refused()
         if isinstance(self.control, Agreement):
@@ -86,14 +86,15 @@ class Alone(Seating):
             return ""
         if self.sequence.picker.processors:
             return "logits processors"
-        most = max(self.sequence.k, self.sequence.max_lookup, self.sequence.most_forced)
-        return self.cache.needs_host(last.base + last.run.size, 1 + most)
+        most, rows = max(self.sequence.k, self.sequence.max_lookup, self.sequence.most_forced), last.run.size
+        return why_read_again(self.cache, rows) or self.cache.needs_host(last.base + rows, 1 + most)
 
     def begin_late(self, last: Any) -> float:
         """Prepare for a cycle that is built after `last` was read; return the maximum number of its drafts."""
         if last.why_late:
             self.stats.built_late[last.why_late] += 1
         position = self.sequence.next_base
+        self.reread = read_kept(self.model, self.cache, [first_rows(self.sequence)], last.run.size)
         self.cache.quantize_at(position)
         last.after.release()
         last.after = self.cache.mark()
@@ -151,8 +152,7 @@ class Alone(Seating):
 
     def advance(self, last: Flight, new: Flight) -> None:
         """Keep the accepted rows of `last` for a drafter that has not read them; move on to the cycle `new`."""
-        cache, sequence = self.cache, self.sequence
-        kept = sequence.next_base - last.base
+        cache, sequence, kept = self.cache, self.sequence, self.sequence.next_base - last.base
         if cache.aside or not cache.live:
             cache.push(last.run.hidden if kept == last.run.size else last.run.hidden[:, :kept])
         new.base = sequence.base = sequence.next_base
@@ -187,12 +187,11 @@ class Alone(Seating):
     def rest(self) -> Run:
         """Bring the cache to rest: it then contains every token but the last one yielded; return that token's run.
 
-        After a stop token the emitting cycle N was submitted last; if the consumer has closed it, as a rule N+1 was.
-        The measured costs are stored.
+        After a stop token the emitting cycle N was submitted last; after a close N+1, as a rule. Costs are stored.
 
         1. Restore the arrays after the cycle submitted last. A cycle that was only built is dropped.
-        2. Return the recurrent states and what the heads have read to `end`, the mark after N: N+1's `before`, or
-           N's own `after` if N was submitted last. Keys and values of N+1 stay in the buffers, to be overwritten.
+        2. Return the states and what the heads have read to `end`, the mark after N: N+1's `before`, or N's own
+           `after` if N was submitted last. Keys and values of N+1 stay in the buffers, to be overwritten.
         3. Lower the positions to the last yielded token. If a failed graph has lost the arrays, prefill all again.
         """
         cache, emitting, submitted, sequence = self.cache, self.emitting, self.submitted, self.sequence
@@ -205,11 +204,12 @@ class Alone(Seating):
         cache.restore(end)
         if self.emitted:
             cache.push(emitting.run.hidden[:, : self.emitted])
+            come_to_rest(self.model, cache, first_rows(sequence, self.emitted), emitting.run.size)
         else:  # no token of this cycle was yielded, so that its first row is rolled back too
             cache.restore_states(emitting.before)
         cache.settle(sequence.history.exact(emitting.base + self.emitted))
         if lost:
             read_again(self.model, cache, heads=sequence.k > 0, chunk=self.chunk)
         remember(self.model, self.own, self.compiled)
-        row = emitting.run.hidden[:, max(self.emitted, 1) - 1 : max(self.emitted, 1)]
-        return Run.of_row(row, int(sequence.history.tokens[emitting.base + self.emitted]))
+        n, token = max(self.emitted, 1), int(sequence.history.tokens[emitting.base + self.emitted])
+        return Run.of_row(emitting.run.hidden[:, n - 1 : n], token)

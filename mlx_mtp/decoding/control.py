@@ -4,6 +4,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..cache.arrays import rereads
 from ..cache.ring import MAX_ROWS
 from ..layers.kernel_site import VERIFY_ROWS
 from ..layers.target import Target
@@ -57,7 +58,7 @@ class Controls:
         known = costs.together_replayed if self.replayed else costs.together
         if sequences not in known and known:
             known[sequences] = _estimate(known[min(known, key=lambda n: abs(n - sequences))])
-        how |= {"others": others_of(self.model, k), "growth": costs.growth}
+        how |= {"others": others_of(self.model, k), "growth": costs.growth, "rereads": rereads(self.model)}
         control = Controller(max_drafts=k, known=known.get(sequences), **how)
         known[sequences] = control.costs
         return control

@@ -8,8 +8,8 @@ it has read N's tokens, so that no pending work refers to the cache buffers and 
 
 The read is the only wait of a cycle, except with p_min, where `submit` also reads the confidence of the drafts, and
 with a grammar, where it reads the drafts while the device computes the target's pass, and writes the masks. The
-accepted count stays on the device: shapes do not depend on it. The plan of N+1 is made before N is read. A cycle
-whose logits processors need N's tokens is built after N is read.
+accepted count stays on the device: shapes do not depend on it. The plan of N+1 is made before N is read. A cycle that
+needs N's tokens, for logits processors or for states that are read again, is built after N is read.
 """
 
 from collections.abc import Callable, Iterator
@@ -61,9 +61,8 @@ class Driver:
     ahead, whose rows of it are not used. The last sequence of a pool leaves it after CALM cycles as the only one.
     controls: `Controls.control`, for a pool. stats: counts new records of a pool. seating: the step cache with its
     sequences; None before the first cycle and between two caches. last: the newest cycle: submitted, or read if the
-    next one is built late. pending: sequences that join with the next cycle. clock: measures cycles; `hidden` must be
-    set after other work. calm: number of consecutive cycles of a pool with only one sequence. trouble: an error after
-    which the next cycle begins again.
+    next one is built late. pending: sequences that join with the next cycle. clock: `hidden` must be set after other
+    work. calm: number of a pool's last cycles with one sequence. trouble: an error, after which a cycle begins again.
     """
 
     def __init__(
@@ -208,6 +207,7 @@ class Driver:
         """Build and submit the cycle after `last`, which was read; return it, None if no sequence is left."""
         assert self.seating
         most = self.seating.begin_late(last)
+        self.clock.hidden = self.clock.hidden or self.seating.reread
         new = self._build(last, most)
         return self._submit(last, with_forced(self.seating, last, new, most) if last else new)
 

@@ -5,6 +5,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from ..cache.arrays import rereads
 from ..cache.prompt_cache import PromptCache
 from ..cache.ring import MAX_ROWS
 from ..grammar import Matcher
@@ -95,7 +96,8 @@ def learned(model: Target) -> Learned:
         shapes, kernels = shapes_of(model), "; ".join(lines)
         built, replayed = (RememberedCosts(shapes, k) for k in (kernels, f"{kernels}; replayed cycles"))
         counts = expert_counts(model.modules())
-        runtime.learned = Learned(lines, built, replayed, mixture(*counts) if counts else dense)
+        growth = mixture(*counts) if counts and counts[0] > counts[1] else dense
+        runtime.learned = Learned(lines, built, replayed, growth)
     return runtime.learned
 
 
@@ -120,6 +122,7 @@ def control_for(
         costs = learned(model)
         known, others = costs.recall(replayed=_replayed(compiled)), others_of(model, k)
         how = {"names": names_of(model), "others": others, "growth": costs.growth, "masked": matcher is not None}
+        how["rereads"] = rereads(model)
         return Controller(max_drafts=k, max_lookup=max_lookup, p_min=p_min, known=known, **how)
     return Fixed(k, max_lookup=max_lookup, p_min=p_min, names=names_of(model))
 

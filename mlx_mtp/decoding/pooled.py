@@ -15,6 +15,7 @@ from ..cache.slots import Span
 from ..layers.target import Target
 from ..tuning.kernel_fallback import KernelRefused, Trouble, run_first
 from ..tuning.plan import Plan
+from .again import come_to_rest, first_rows, read_kept, why_read_again
 from .cycle_masks import mask_thread
 from .drafters import drafter_of
 from .drafters.drafter import Drafter
@@ -75,10 +76,17 @@ class Pooled(Seating):
 
     def why_late(self, last: Flight) -> str | None:
         """Return why the cycle after `last` cannot be built before `last` is read; None if it can."""
-        return "logits processors" if any(s.picker.processors for s in last.active) else None
+        if any(s.picker.processors for s in last.active):
+            return "logits processors"
+        return why_read_again(self.pool, last.run.size)
 
     def begin_late(self, last: Flight | None) -> float:
-        """Return the maximum number of drafts of a cycle that is built after `last` was read: no limit."""
+        """Prepare as `Alone.begin_late`; return the maximum number of drafts of the cycle: no limit."""
+        if last:
+            kept = [first_rows(s) if s and not s.finished else None for s in last.rows]
+            self.reread = read_kept(self.model, self.pool, kept, last.run.size)
+            if self.reread:
+                last.after = self.pool.mark()
         return math.inf
 
     def plan(self, active: list[Sequence]) -> tuple[Any, Plan, int]:
@@ -274,6 +282,7 @@ class Pooled(Seating):
         assert flight.after
         self._distribute_rows()
         self.pool.copy_out(flight.after, cache, sequence.slot, row, base=sequence.base, rows=count)
+        come_to_rest(self.model, cache, first_rows(sequence, count), flight.run.size)
         if count:
             cache.push(flight.run.hidden[row : row + 1, :count])
         cache.settle(sequence.all_tokens[: sequence.base + count])

@@ -20,6 +20,7 @@ from ..machine.stream import in_turn
 from ..tuning.kernel_fallback import Fallback, KernelRefused, run_first
 from ..tuning.module_calls import calls_of, equal_rows, first_differing
 from ..tuning.row_findings import EVERY, NUMBERS, Findings, RowFinding, file_of_rows, recalled, rows_in_words
+from .again import read_kept
 from .memory_needs import check_prompt, stated_positions
 from .options import default_chunk, token_ids
 from .prefill import evaluated, read_chunk
@@ -157,6 +158,7 @@ class RowCheck:
             if not equal_rows(rows, alone[:n], self._same):
                 differs = yield from self._differing(cache, mark, tokens[:n])
             elif kept:
+                read_kept(self.model, cache, [(base, tokens[:kept])], n)
                 row = self._read(cache, tokens[kept : kept + 1], base + kept, device=True)
                 differs = "" if equal_rows(row, alone[kept : kept + 1], self._same) else TAKE_BACK
                 yield

@@ -36,7 +36,7 @@ class Seating:
     `mask_thread`. first: the cycle, already read, after which the first one is built, if there is one. stopping: no
     cycle may be submitted after the last one. defers: a cycle that is built late begins after the tokens before it
     have been yielded. drafts_evaluated: the drafts of the cycle being built were evaluated, so that the drafter's
-    caches have been written.
+    caches have been written. reread: accepted rows are read again before the cycle that was begun late last.
     """
 
     model: Target
@@ -48,6 +48,7 @@ class Seating:
     stopping: bool
     defers: bool
     drafts_evaluated: bool
+    reread = False
 
     @property
     def cache(self) -> StepCache: ...

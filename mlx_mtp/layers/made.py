@@ -14,6 +14,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..cache.convolution import ConvolutionCache
+from ..cache.from_mlx_lm import flat, passing
 from ..cache.layer_cache import CacheKind
 from ..cache.mlx_lm_caches import MlxLmCaches
 from .made_form import NO_BITS, MadeForm
@@ -86,7 +88,7 @@ class Made(WithHeads, Plain):
         return self.form.width
 
     def windows(self) -> list[Any]:
-        return list(self.form.kinds)
+        return flat(self.form.kinds)
 
     def no_hidden(self) -> mx.array:
         return mx.zeros((1, 1, self.width), self.form.dtype)
@@ -98,15 +100,24 @@ class Made(WithHeads, Plain):
         """
         form, taps = self.form, self.taps
         if form.inner is None:
-            return self(tokens, cache=list(cache))  # type: ignore[operator]
+            return self.forward(tokens, cache)
         numbers = sorted({max(number, 1) for number in taps})
         with noting([form.inner, *(form.layers[number - 1] for number in numbers)]) as (of_inner, *found):
-            self(tokens, cache=list(cache))  # type: ignore[operator]
+            self.forward(tokens, cache)
         (inner,) = of_inner
         streams = {number: stream_of(call.output) for number, (call,) in zip(numbers, found, strict=True)}
         if 0 in taps:
             streams[0] = input_of(found[0][0])
         return mx.concatenate([inner.output, *(streams[i] for i in taps)], axis=-1) if taps else inner.output
+
+    def forward(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
+        """Return the logits of mlx-lm's forward of tokens [n, L] on this package's caches, or on mlx-lm's."""
+        kept = [c for c in cache if isinstance(c, ConvolutionCache)]
+        with passing(cache, self.form.kinds, tokens.shape) as layers, noting(self.form.convolutions) as calls:
+            logits = self(tokens, cache=layers)  # type: ignore[operator]
+            for c, (call,) in zip(kept, calls, strict=True) if kept else ():
+                c.input = call.given[0]
+            return logits
 
     def normed(self, hidden: mx.array) -> mx.array:
         return hidden[..., : self.width] if self.taps else hidden
@@ -137,7 +148,8 @@ class Made(WithHeads, Plain):
         return hidden if self.form.inner is None else super().logits(hidden)
 
     def cached_layers(self) -> list[Any]:
-        return list(self.form.layers)
+        kinds = self.form.kinds[-len(self.form.layers) :]
+        return [layer for layer, kind in zip(self.form.layers, kinds, strict=False) for _ in flat([kind])]
 
     def like_last_layer(self) -> Any:
         """Return a copy of the last layer with attention.

@@ -7,11 +7,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache
 from mlx_lm.models.cache import make_prompt_cache as mlx_lm_caches_of
 
+from ..cache.convolution import ConvolutionCache
 from ..cache.from_mlx_lm import kind_of
-from ..cache.layer_cache import CacheKind
-from ..cache.ring import Ring
 from .blocks import BlockEmbedding, BlockLinear
 from .lm_head import logits_of
 from .noted import giving, input_of, modules_around_lists, note, noting, stream_of, unnote, with_stream
@@ -27,15 +27,16 @@ HEADS = (nn.Linear, nn.QuantizedLinear, BlockLinear, *EMBEDDINGS)
 class MadeForm:
     """What a made port consists of besides mlx-lm's model.
 
-    kinds: of the layers' caches. empty: mlx-lm's caches, for forwards in which no layer computes anything.
+    kinds: of the layers' caches, by `kind_of`. empty: mlx-lm's caches, for forwards in which no layer computes.
     inner: the module that contains the layers; None if the logits are the hidden rows.
     width, dtype: of a hidden row. no_bits: why keys and values cannot be quantized. head_dim: a number that divides
     every head size of quantized keys and values. layers: those whose streams can be captured, () if none can, and
     `no_streams` is why. outputs: one of each. embedding, head: the embedding and LM head, if they are modules. norm:
-    the RMSNorm that makes the rows of the last stream, or a new one where none does.
+    the RMSNorm that makes the rows of the last stream, or a new one where none does. convolutions: for each kind that
+    is a ConvolutionCache its convolution.
     """
 
-    kinds: list[CacheKind | Ring]
+    kinds: list[Any]
     empty: list[Any]
     inner: Any = None
     width: int = 0
@@ -48,6 +49,7 @@ class MadeForm:
     embedding: Any = None
     head: Any = None
     norm: Any = None
+    convolutions: Sequence[Any] = ()
 
 
 def take_form(model: Any, tokens: mx.array) -> None:
@@ -64,12 +66,37 @@ def take_form(model: Any, tokens: mx.array) -> None:
             break
         unnote(module)
         model.form.inner = None
+    _take_convolutions(model, tokens)
     rows = model.hidden(tokens, mlx_lm_caches_of(model))
     model.form.width, model.form.dtype = rows.shape[-1], rows.dtype
     try:
         _take_streams(model, tokens, rows)
     except (ValueError, TypeError, AttributeError, LookupError) as e:
         model.form.layers, model.form.no_streams = (), str(e)
+
+
+def _take_convolutions(model: Any, tokens: mx.array) -> None:
+    """Find the layers whose only state is the last rows of a convolution's input: they need no `StateCache`."""
+    caches = mlx_lm_caches_of(model)
+    alone = {i: c for i, c in enumerate(caches) if type(c) is ArraysCache and len(c.cache) == 1}
+    modules = [module for module in model.modules() if alone and type(module) is nn.Conv1d]
+    for module in modules:
+        note(module)
+    if modules:
+        with noting(modules) as found:
+            model(tokens, cache=caches)
+    for i, cache in alone.items() if modules else ():
+        pairs = zip(modules, found, strict=True)
+        if owner := next((module for module, calls in pairs if _ends_with(calls, tokens.shape[1], cache[0])), None):
+            model.form.kinds[i], model.form.convolutions = ConvolutionCache, [*model.form.convolutions, owner]
+
+
+def _ends_with(calls: list[Any], rows: int, state: Any) -> bool:
+    """Return whether the only call's input has as many rows as a state, and `rows` more, and ends with the state."""
+    if len(calls) != 1 or getattr(state, "ndim", 0) != 3:
+        return False
+    given = calls[0].given[0]
+    return given.shape[1] == rows + state.shape[1] and bool(mx.array_equal(given[:, rows:], state).item())
 
 
 def _is_inner(model: Any, tokens: mx.array) -> bool:

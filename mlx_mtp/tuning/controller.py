@@ -30,7 +30,8 @@ class Controller:
     other names of the same drafter, which must read the same pending rows first. p_min: whether to try plans that
     read the drafter's confidence. masked: whether to try plans that mask all drafts by a grammar. known: costs
     measured in earlier sequences; they are copied. names: the drafters' names in plans. growth: how the cost of a
-    cycle grows with its drafts, for lengths that were not measured.
+    cycle grows with its drafts, for lengths that were not measured. rereads: after a rejected draft the accepted rows
+    are read again, at the cost of reading all rows.
     """
 
     def __init__(
@@ -44,9 +45,10 @@ class Controller:
         names: Mapping[Role, str] = MappingProxyType(NAMES),
         others: Mapping[str, int] = MappingProxyType({}),
         growth: Growth = dense,
+        rereads: bool = False,
     ):
         self.costs = copy.deepcopy(known) or Costs()
-        self.costs.growth = growth
+        self.costs.growth, self.rereads = growth, rereads
         self.names, source = names, names[Role.MODEL]
         most = {source: max_drafts, **others}
         self.own = {name: [Plan(name, k) for k in ladder(longest)] for name, longest in most.items() if longest}
@@ -114,6 +116,7 @@ class Controller:
         seconds = cycle.seconds if self._began or cycle.prefilled or costs.pace is None else None
         self._began = True
         steps = costs.observe(did, seconds, cycle.prefilled, update=not plan.p_min)
+        steps += costs.steps(did) if self.rereads and cycle.accepted < cycle.verified else 0.0
         won = cycle.accepted + 1 - steps if plan.k else costs.refund(seconds)
         costs.budget = min(costs.budget + EARNED * steps + won, 4 * ALLOWANCE)
         costs.elapsed += steps
@@ -199,8 +202,13 @@ class Controller:
         PRIOR_ACCEPTANCE of the times. rows: plain steps of resuming the drafter.
         """
         rates = self._rates(kind, plans[-1].k) if plans else []
-        tokens = [*accumulate(accumulate(rates, mul), initial=1.0)]
-        return [PlanEstimate(plan, tokens[plan.k], self.costs.steps(plan), rows) for plan in plans]
+        return [self._estimate(plan, rates[: plan.k], rows) for plan in plans]
+
+    def _estimate(self, plan: Plan, rates: Sequence[float], rows: float = 0.0) -> PlanEstimate:
+        """Return an estimate of a plan whose drafts are accepted at these rates."""
+        reached, steps = [1.0, *accumulate(rates, mul)], self.costs.steps(plan)
+        again = steps if self.rereads and plan.k else 0.0
+        return PlanEstimate(plan, sum(reached), steps + again * (1 - reached[-1]), rows, again * reached[-1])
 
     def _after_forced(self, plan: Plan, forced: Sequence[int]) -> PlanEstimate:
         """Return an estimate of a plan in which each sequence's first drafts are those that its grammar forces.
@@ -208,13 +216,14 @@ class Controller:
         Its tokens are the mean of the sequences. A plan of the drafter has its own drafts after the forced ones, one
         of the grammar has none; one of a lookup has no forced drafts.
         """
-        tokens = 0.0
+        each = []
         for most in forced:
             first = 0 if plan.source == self.names[Role.COPY] else min(most, plan.k)
             rest = 0 if plan.source == self.names[Role.GRAMMAR] else plan.k - first
             rates = [*self._rates(self.names[Role.GRAMMAR], first), *self._rates(self._kind, rest)]
-            tokens += 1 + sum(accumulate(rates, mul))
-        return PlanEstimate(plan, tokens / len(forced), self.costs.steps(plan))
+            each.append(self._estimate(plan, rates))
+        tokens, steps, spared = (sum(e[i] for e in each) / len(each) for i in (1, 2, 4))
+        return PlanEstimate(plan, tokens, steps, spared=spared)
 
     def _rates(self, kind: str, depths: int) -> list[float]:
         """Return the estimated share of accepted drafts of a kind at each depth, if all before were accepted."""

@@ -46,12 +46,16 @@ PLAIN = Plan()
 
 
 class PlanEstimate(NamedTuple):
-    """A plan with estimates: its tokens, its plain steps, and the plain steps of resuming the drafter (`rows`)."""
+    """A plan with estimates: its tokens, its plain steps, and the plain steps of resuming the drafter (`rows`).
+
+    spared: plain steps that are not among `steps` because all drafts may be accepted.
+    """
 
     plan: Plan
     tokens: float
     steps: float
     rows: float = 0.0
+    spared: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -63,7 +67,7 @@ class PlanEstimate(NamedTuple):
     @property
     def risk(self) -> float:
         """Plain steps lost if no draft is accepted."""
-        return self.steps + self.rows - 1
+        return self.steps + self.rows + self.spared - 1
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 """Check that each kind of cache has a pool for several sequences, or is refused by name."""
 
 import inspect
+from functools import partial
 
 import pytest
 
-from mlx_mtp.cache import growing, kinds, layer_cache, mlx_lm_caches, recurrent, ring, slots
+from mlx_mtp.cache import arrays, convolution, growing, kinds, layer_cache, mlx_lm_caches, recurrent, ring, slots
 
 
 class Sparse(growing.LinearKVCache):
@@ -13,7 +14,9 @@ class Sparse(growing.LinearKVCache):
 
 def kinds_of_cache():
     """Return every class of mlx_mtp/cache/ that a layer can have as its cache."""
-    found = [c for module in (growing, mlx_lm_caches, recurrent, ring) for c in vars(module).values()]
+    found = [
+        c for module in (arrays, convolution, growing, mlx_lm_caches, recurrent, ring) for c in vars(module).values()
+    ]
     classes = {c for c in found if inspect.isclass(c) and issubclass(c, layer_cache.LayerCache)}
     return classes - {layer_cache.LayerCache}
 
@@ -30,6 +33,8 @@ def test_each_kind_is_pooled_or_refused():
         (7, None, slots.PooledKV),
         (7, 4, slots.QuantizedPooledKV),
         (recurrent.RecurrentCache, None, slots.PooledState),
+        (convolution.ConvolutionCache, None, slots.PooledConvolution),
+        (partial(arrays.StateCache, 3), None, slots.PooledArrays),
     ],
 )
 def test_the_pool_of_a_kind(window, bits, pool):

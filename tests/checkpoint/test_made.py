@@ -133,7 +133,7 @@ def lying(outer=None, attention=None):
 @pytest.mark.parametrize(
     ("lie", "why"),
     [
-        ({"attention": ReadsAnInt}, "eval"),
+        ({"attention": ReadsAnInt}, "its forward reads a position, or another array, on the host"),
         ({"attention": Counts}, "differ"),
         ({"attention": OneRowDiffers}, "logits differ in a pass of one row"),
         ({"outer": OwnCache}, "its layers need a Cache, whose rows cannot be taken back"),
@@ -200,7 +200,7 @@ def test_a_head_is_refused_where_no_layer_can_be_in_it(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"its layers are not called as \(x, mask, cache\)"):
         model.like_last_layer()
     other = tiny.save(tmp_path / "other", CONFIGS["starcoder2"], {"mtp.0.norm.weight": mx.ones(32)})
-    with pytest.raises(ValueError, match="a family without a port has only heads of tune-heads --new"):
+    with pytest.raises(ValueError, match="a family without a port drafts only with a file of tune-heads --new"):
         mlx_mtp.load_model(target, mtp_path=other / "model.safetensors")
 
 

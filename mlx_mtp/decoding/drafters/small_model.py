@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from ...cache.kinds import head_dim_of
 from ...cache.prompt_cache import PromptCache
 from ...cache.ring import MAX_ROWS
 from ...cache.step_cache import seek
@@ -37,7 +38,7 @@ class SmallModel(Drafter):
     def __init__(self, small: Any, vocab_size: int, path: Path | None = None):
         """small: a loaded port. vocab_size: the target's. path: the port's directory."""
         self.small, self.vocab_size, self.path, self.windows = small, vocab_size, path, tuple(small.windows())
-        self.NO_KV_BITS, self.head_dim = small.NO_KV_BITS, getattr(small.args, "head_dim", None)
+        self.NO_KV_BITS, self.head_dim = small.NO_KV_BITS, head_dim_of(small)
 
     def propose(self, frame: Frame, run: Run, k: int) -> Drafts:
         """Read the run and return k drafts of each sequence, drafted one after the other; NO_DRAFTS for k = 0."""
