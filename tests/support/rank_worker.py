@@ -217,8 +217,9 @@ def of_types(paths: list[str], group, length: int) -> list:
         except ValueError as e:
             found.append(str(e))
             continue
-        texts = [runs.with_lookup(model, prompt, length) for prompt in runs.PROMPTS]
-        if not model.report.port.startswith("none"):
+        drafts = not model.report.port.startswith("none")
+        texts = [runs.drafted(model, prompt, length, prompt_lookup=drafts) for prompt in runs.PROMPTS]
+        if drafts:
             texts.append(runs.with_wrong(model, runs.PROMPTS[0] + texts[0], runs.PROMPTS[0], length, 3, 0))
         found.append([model.report.port, texts])
     return found
