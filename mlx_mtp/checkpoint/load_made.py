@@ -25,7 +25,7 @@ from ..models import port_names
 from ..models.config.normalize import normalize
 from ..models.config.rope_modules import apply_rope
 from ..ranks.group import Ranks
-from ..ranks.split import shard, sum_in_order, without_own_sums
+from ..ranks.split import split
 from .build import attach_drafter, attach_new_head
 from .cure import NeverDrafts
 from .files import fill_model, read_config, read_tensors
@@ -67,7 +67,8 @@ def load_made(
     ignored: list[str] = []
     with one_line(f"{path}: cannot be loaded", keep=True):
         model = _build(path, config, ", ".join(port_names()), ignored)
-        logits = _split(model, ranks, name, lazy=lazy) if ranks else None
+        logits = split(model, ranks.group, name, None if lazy else _logits) if ranks else None
+        model.runtime.ranks = ranks
         if not lazy:
             budget.check(model, path)
             check_numbers(named(model), lambda name: (path, name))
@@ -94,15 +95,6 @@ def load_made(
         how = f"with mlx-lm's own model: {why}" if why else "unless drafts are copied from the text (prompt lookup)"
         warnings.warn(f"{path}: {source}; decoding plainly, {how}", NeverDrafts, stacklevel=4)
     return model
-
-
-def _split(model: Any, ranks: Ranks, name: str, *, lazy: bool) -> mx.array | None:
-    """Split a model over ranks; return lazy logits with mlx-lm's own sums, None for a lazy model."""
-    kinds = shard(model, ranks.group, name)
-    logits = None if lazy else _logits(model)
-    sum_in_order(without_own_sums(model, ranks.group, name, kinds), ranks.group)
-    model.runtime.ranks = ranks
-    return logits
 
 
 def _check_sums(model: Any, name: str, logits: mx.array) -> None:

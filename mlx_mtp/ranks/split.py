@@ -4,13 +4,13 @@ Each rank has a share of every layer's attention heads, with their keys and valu
 sums over the ranks per layer, after attention and after the MLP, restore the full rows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.nn.layers import distributed
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.minimax import ShardedRMSNorm
 
 from ..kernels import BLOCK_FORMATS
@@ -23,7 +23,6 @@ SHARDED = *SUMMED, distributed.AllToShardedLinear, distributed.QuantizedAllToSha
 SCALE = "output_scale"  # of a quantized linear, see `layers/scaled.py`
 HEADS = ("num_heads", "n_heads", "num_attention_heads", "num_k_heads", "num_v_heads")
 KV_HEADS = ("num_kv_heads", "n_kv_heads", "num_key_value_heads")
-UNSPLIT = ValueError, AssertionError, AttributeError, LookupError, TypeError
 INPUTS_SPLIT = ("o_proj", "out_proj", "down_proj")  # linears of which each rank has a share of the columns
 
 
@@ -39,40 +38,36 @@ class RankShare(NamedTuple):
         return 0
 
 
-def split(model: Any, group: Any, name: str) -> None:
+def split(model: Any, group: Any, name: str, forward: Callable[[Any], Any] | None = None) -> Any:
     """Replace the layers' weights by this rank's part, unevaluated; attention and MLP then return sums over ranks.
 
-    name: the model_type, for messages. Raises ValueError if the model cannot be split over these ranks.
+    name: the model_type, for messages. forward: called before, with mlx-lm's own sums over ranks; its result is
+    returned. Raises ValueError if the model cannot be split over these ranks.
     """
-    sum_in_order(take_part(model, group, name), group)
-
-
-def sum_in_order(modules: list[Any], group: Any) -> None:
-    """Make modules from `take_part` return sums over the ranks of a group."""
-    for module in modules:
+    kinds = _shard(model, group, name)
+    found = forward(model) if forward else None
+    for module in _without_sums(model, group, name, kinds):
         sum_over(module, group)
+    return found
 
 
 def take_part(model: Any, group: Any, name: str) -> list[Any]:
     """Replace the layers' weights by this rank's lazy part; return the modules whose outputs must be summed.
 
-    These are each layer's attention (or linear attention) and MLP. Raises ValueError as `check_divides`.
+    These are each layer's attention (or linear attention) and MLP. Raises ValueError as `split`.
     """
-    kinds = shard(model, group, name)
-    return without_own_sums(model, group, name, kinds)
+    return _without_sums(model, group, name, _shard(model, group, name))
 
 
-def shard(model: Any, group: Any, name: str) -> list[dict[str, type]]:
-    """Replace the layers' weights by this rank's lazy part, with mlx-lm's own sums.
-
-    Return each layer's classes by path before. ValueError as `check_divides`, or if mlx-lm refuses.
-    """
+def _shard(model: Any, group: Any, name: str) -> list[dict[str, type]]:
+    """Replace the layers' weights by this rank's lazy part; return each layer's former classes by path."""
     check_divides(model, group.size(), name)
-    for mixer in (mixer for layer in model.layers for mixer in _mixers(layer)):
-        _repeat_kv_heads(mixer, group.size())
+    for layer in model.layers:
+        for mixer in _mixers(layer):
+            _repeat_kv_heads(mixer, group.size())
     kinds = [{path: type(module) for path, module in layer.named_modules()} for layer in model.layers]
     scales = [_take_scales(layer) for layer in model.layers]
-    with one_line(f"ranks={group.size()}: mlx-lm cannot split model_type {name!r}", UNSPLIT):
+    with one_line(f"ranks={group.size()}: mlx-lm cannot split model_type {name!r}"):
         model.shard(group)
     for layer, taken in zip(model.layers, scales, strict=True):
         _put_scales(layer, taken)
@@ -80,33 +75,23 @@ def shard(model: Any, group: Any, name: str) -> list[dict[str, type]]:
     return kinds
 
 
-def without_own_sums(model: Any, group: Any, name: str, kinds: list[dict[str, type]]) -> list[Any]:
-    """Undo mlx-lm's own sums in a model after `shard`, which returned `kinds`; return as `take_part`.
+def _without_sums(model: Any, group: Any, name: str, kinds: list[dict[str, type]]) -> list[Any]:
+    """Undo mlx-lm's own sums after `_shard`, which returned `kinds`; return as `take_part`.
 
-    ValueError if mlx-lm sums elsewhere than in the modules of layers.
+    ValueError if other modules than parts of layers are split.
     """
-    modules = [part for layer in model.layers for part in _parts(layer) if any(map(_sums, part.modules()))]
-    for part in modules:
-        for module in filter(_sums, part.modules()):
-            module.sharding_group = None
+    parts = [part for layer in model.layers for part in tree_flatten(layer.children(), is_leaf=nn.Module.is_module)]
+    modules = [part for _, part in parts if any(_splits(module, group) for module in part.modules())]
     for layer, own in zip(model.layers, kinds, strict=True):
         _make_plain(layer, own, first=group.rank() == 0)
     for path, module in model.named_modules():
-        if type(module) is ShardedRMSNorm:
-            module.__class__ = OrderedRMSNorm
-        elif type(module) in SHARDED or any(value is group for value in vars(module).values()):
+        if _splits(module, group) and type(module) is not OrderedRMSNorm:
             raise ValueError(f"ranks={group.size()}: model_type {name!r} cannot be split: mlx-lm splits its {path}")
     return modules
 
 
-def _parts(layer: Any) -> Iterator[Any]:
-    """Yield the modules that a layer consists of."""
-    for child in layer.values():
-        yield from (each for each in (child if isinstance(child, list) else [child]) if isinstance(each, nn.Module))
-
-
-def _sums(module: Any) -> bool:
-    return type(module) in SUMMED or getattr(module, "sharding_group", None) is not None
+def _splits(module: Any, group: Any) -> bool:
+    return any(value is group for value in vars(module).values())
 
 
 def check_divides(model: Any, ranks: int, name: str) -> None:
@@ -217,9 +202,13 @@ def _make_plain(layer: Any, kinds: dict[str, type], *, first: bool) -> None:
     kinds: the classes by path before the split. first: whether this is rank 0, the only one that keeps the biases of
     outputs that are summed later.
     """
-    for path, linear in layer.named_modules():
-        if type(linear) in SHARDED:
-            if "bias" in linear and not first and type(linear) in SUMMED:
-                linear.pop("bias")
-            del linear.group
-            linear.__class__ = kinds[path]
+    for path, module in layer.named_modules():
+        if type(module) in SHARDED:
+            if "bias" in module and not first and type(module) in SUMMED:
+                module.pop("bias")
+            del module.group
+            module.__class__ = kinds[path]
+        elif type(module) is ShardedRMSNorm:
+            module.__class__ = OrderedRMSNorm
+        elif path and hasattr(module, "sharding_group"):
+            module.sharding_group = None  # disables mlx-lm's own sum
