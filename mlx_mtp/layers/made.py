@@ -40,6 +40,7 @@ class Plain(HasRuntime):
     def __init__(self, args: Any):
         super().__init__(args)  # type: ignore[call-arg]
         self.runtime, self.mtp = Runtime(), []
+        self.args = args  # some of mlx-lm's models do not keep it
 
     def become(self, mixin: type) -> None:
         """Change this model's mixin to `Made` or `Plain`."""

@@ -9,19 +9,19 @@ from mlx.utils import tree_flatten
 from ..layers.noted import NotedCalls, note, noting, unnote
 
 MOST = 2**18  # values of an array per row of a pass; keys and values of all positions have more, and are not kept
-ArraysOfCall = Sequence[mx.array | None]  # None stands for an array that is too large
+CallArrays = Sequence[mx.array | None]  # None stands for an array that is too large
 Same = Callable[[mx.array, mx.array], bool]
 
 
-class ArraysOfCall(NamedTuple):
+class ModuleArrays(NamedTuple):
     """The arrays that a module at a path got and returned in one call."""
 
     path: str
-    given: ArraysOfCall
-    made: ArraysOfCall
+    given: CallArrays
+    made: CallArrays
 
 
-def calls_of(modules: Mapping[str, Any], rows: int, run: Callable[[], Any]) -> tuple[Any, list[ArraysOfCall]]:
+def calls_of(modules: Mapping[str, Any], rows: int, run: Callable[[], Any]) -> tuple[Any, list[ModuleArrays]]:
     """Return the result of `run`, a pass of this number of rows, and the calls of modules in the order of their ends.
 
     modules: by path.
@@ -39,16 +39,16 @@ def calls_of(modules: Mapping[str, Any], rows: int, run: Callable[[], Any]) -> t
         (c.number, path, c.given, c.output) for path, each in zip(modules, found, strict=True) for c in each
     )
     most = MOST * rows
-    return result, [ArraysOfCall(path, _arrays(given, most), _arrays(made, most)) for _, path, given, made in calls]
+    return result, [ModuleArrays(path, _arrays(given, most), _arrays(made, most)) for _, path, given, made in calls]
 
 
-def _arrays(tree: Any, most: int) -> ArraysOfCall:
+def _arrays(tree: Any, most: int) -> CallArrays:
     """Return the arrays in nested lists, tuples and dicts, without those of other objects, such as caches."""
     found = [leaf for _, leaf in tree_flatten(tree) if isinstance(leaf, mx.array)]  # type: ignore[misc]
     return [array if array.size <= most else None for array in found]
 
 
-def first_differing(together: Sequence[ArraysOfCall], alone: Sequence[Sequence[ArraysOfCall]], same: Same) -> str:
+def first_differing(together: Sequence[ModuleArrays], alone: Sequence[Sequence[ModuleArrays]], same: Same) -> str:
     """Return the path of the first module whose rows in one pass differ from the same rows alone; "" without one.
 
     That is a module with equal inputs. If they differ already, the operations between modules are the reason: the
@@ -65,7 +65,7 @@ def first_differing(together: Sequence[ArraysOfCall], alone: Sequence[Sequence[A
     return ""
 
 
-def equal_rows(together: ArraysOfCall, alone: Sequence[ArraysOfCall], same: Same) -> bool:
+def equal_rows(together: CallArrays, alone: Sequence[CallArrays], same: Same) -> bool:
     """Return whether arrays with all rows are the `same` as those of single rows, joined as `_joined`."""
     kept = [each for each in zip(together, *alone, strict=False) if not any(array is None for array in each)]
     joined: Any = [(whole, _joined(whole, parts)) for whole, *parts in kept]
