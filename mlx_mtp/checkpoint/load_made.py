@@ -12,12 +12,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import convert as mlx_lm_convert
 from mlx_lm import utils as mlx_lm_utils
-from mlx_lm.models.cache import make_prompt_cache as mlx_lm_caches_of
 
 from ..decoding.memory_needs import Budget
 from ..layers.blocks import place_blocks
 from ..layers.made import Plain, as_target
 from ..layers.made_form import CLOSE, distance
+from ..layers.noted import ModuleCall, note, noting, unnote
 from ..layers.scaled import scale_outputs
 from ..machine import atomic
 from ..machine.errors import one_line
@@ -65,16 +65,18 @@ def load_made(
         lacks = f"the target's model_type {name!r} has no port with heads"
         raise ValueError(f"mtp_overrides={overrides}: omit it; {lacks}; supported are {', '.join(port_names())}")
     ignored: list[str] = []
+    parts: list[tuple[Any, list[ModuleCall]]] = []
     with one_line(f"{path}: cannot be loaded", keep=True):
         model = _build(path, config, ", ".join(port_names()), ignored)
-        logits = split(model, ranks.group, name, None if lazy else _logits) if ranks else None
-        model.runtime.ranks = ranks
+        if ranks:
+            split(model, ranks.group, name, None if lazy else partial(_note_parts, model, parts))
+            model.runtime.ranks = ranks
         if not lazy:
             budget.check(model, path)
             check_numbers(named(model), lambda name: (path, name))
             check_codes(model, lambda name: (path, name), heads=False)
-            if logits is not None:
-                _check_sums(model, name, logits)
+            if ranks:
+                _check_sums(model, name, parts)
             why = probe(model)
     for option, value in (("draft_model", drafting.draft_model), ("mtp_path", heads)):
         if why and value:
@@ -97,17 +99,24 @@ def load_made(
     return model
 
 
-def _check_sums(model: Any, name: str, logits: mx.array) -> None:
-    """Raise ValueError, on every rank, if other sums than mlx-lm's own changed a split model's logits."""
-    ranks = model.ranks
-    differs = not distance(_logits(model), logits) <= CLOSE  # NaN is no distance
-    if [1] in ranks.gather([int(differs)]):
-        raise ValueError(f"ranks={ranks.size}: model_type {name!r} cannot be split: its layers sum in other places")
+def _note_parts(model: Any, found: list[tuple[Any, list[ModuleCall]]], parts: list[Any]) -> None:
+    """Append modules of a model with their calls in a pass of a few tokens, all lazy."""
+    for part in parts:
+        note(part)
+    with noting(parts) as calls:
+        model(mx.array([random_tokens(model.vocab_size)[:FEW_TOKENS]]))
+    for part in parts:
+        unnote(part)
+    found += zip(parts, calls, strict=True)
 
 
-def _logits(model: Any) -> mx.array:
-    tokens = random_tokens(model.vocab_size)[:FEW_TOKENS]
-    return model(mx.array([tokens]), cache=mlx_lm_caches_of(model))
+def _check_sums(model: Any, name: str, parts: list[tuple[Any, list[ModuleCall]]]) -> None:
+    """Raise ValueError, on every rank, unless modules return what they did with mlx-lm's own sums over the ranks."""
+    outputs = [(part(*call.args, **call.options), call.output) for part, calls in parts for call in calls]
+    same = [distance(*each) <= CLOSE for each in outputs]  # NaN is no distance
+    if [0] in model.ranks.gather([int(all(same) and all(calls for _, calls in parts))]):
+        why = "cannot be split: its attention or MLP returns other values if summed at its end; allowed is 1"
+        raise ValueError(f"ranks={model.ranks.size}: model_type {name!r} {why}")
 
 
 def _port_of(model: Any, why: str | None) -> str:

@@ -38,33 +38,24 @@ class RankShare(NamedTuple):
         return 0
 
 
-def split(model: Any, group: Any, name: str, forward: Callable[[Any], Any] | None = None) -> Any:
+def split(model: Any, group: Any, name: str, before: Callable[[list[Any]], Any] | None = None) -> None:
     """Replace the layers' weights by this rank's part, unevaluated; attention and MLP then return sums over ranks.
 
-    name: the model_type, for messages. forward: called before, with mlx-lm's own sums over ranks; its result is
-    returned. Raises ValueError if the model cannot be split over these ranks.
+    name: the model_type, for messages. before: called with the modules that will sum, while all sums are still
+    mlx-lm's own. Raises ValueError if the model cannot be split over these ranks.
     """
-    kinds = _shard(model, group, name)
-    found = forward(model) if forward else None
-    for module in _without_sums(model, group, name, kinds):
+    for module in take_part(model, group, name, before):
         sum_over(module, group)
-    return found
 
 
-def take_part(model: Any, group: Any, name: str) -> list[Any]:
+def take_part(model: Any, group: Any, name: str, before: Callable[[list[Any]], Any] | None = None) -> list[Any]:
     """Replace the layers' weights by this rank's lazy part; return the modules whose outputs must be summed.
 
-    These are each layer's attention (or linear attention) and MLP. Raises ValueError as `split`.
+    These are each layer's attention (or linear attention) and MLP. before, ValueError: as of `split`.
     """
-    return _without_sums(model, group, name, _shard(model, group, name))
-
-
-def _shard(model: Any, group: Any, name: str) -> list[dict[str, type]]:
-    """Replace the layers' weights by this rank's lazy part; return each layer's former classes by path."""
     check_divides(model, group.size(), name)
-    for layer in model.layers:
-        for mixer in _mixers(layer):
-            _repeat_kv_heads(mixer, group.size())
+    for mixer in (mixer for layer in model.layers for mixer in _mixers(layer)):
+        _repeat_kv_heads(mixer, group.size())
     kinds = [{path: type(module) for path, module in layer.named_modules()} for layer in model.layers]
     scales = [_take_scales(layer) for layer in model.layers]
     with one_line(f"ranks={group.size()}: mlx-lm cannot split model_type {name!r}"):
@@ -72,26 +63,25 @@ def _shard(model: Any, group: Any, name: str) -> list[dict[str, type]]:
     for layer, taken in zip(model.layers, scales, strict=True):
         _put_scales(layer, taken)
         layer.update(tree_map(mx.contiguous, layer.parameters()))  # frees the other ranks' parts
-    return kinds
-
-
-def _without_sums(model: Any, group: Any, name: str, kinds: list[dict[str, type]]) -> list[Any]:
-    """Undo mlx-lm's own sums after `_shard`, which returned `kinds`; return as `take_part`.
-
-    ValueError if other modules than parts of layers are split.
-    """
     parts = [part for layer in model.layers for part in tree_flatten(layer.children(), is_leaf=nn.Module.is_module)]
     modules = [part for _, part in parts if any(_splits(module, group) for module in part.modules())]
+    inside = {id(module) for part in modules for module in part.modules() if _is_known(module, group)}
+    for path, module in model.named_modules():
+        if _splits(module, group) and id(module) not in inside:
+            raise ValueError(f"ranks={group.size()}: model_type {name!r} cannot be split: mlx-lm splits its {path}")
+    if before:
+        before(modules)
     for layer, own in zip(model.layers, kinds, strict=True):
         _make_plain(layer, own, first=group.rank() == 0)
-    for path, module in model.named_modules():
-        if _splits(module, group) and type(module) is not OrderedRMSNorm:
-            raise ValueError(f"ranks={group.size()}: model_type {name!r} cannot be split: mlx-lm splits its {path}")
     return modules
 
 
 def _splits(module: Any, group: Any) -> bool:
     return any(value is group for value in vars(module).values())
+
+
+def _is_known(module: Any, group: Any) -> bool:
+    return type(module) in (*SHARDED, ShardedRMSNorm) or getattr(module, "sharding_group", None) is group
 
 
 def check_divides(model: Any, ranks: int, name: str) -> None:
@@ -210,5 +200,5 @@ def _make_plain(layer: Any, kinds: dict[str, type], *, first: bool) -> None:
             module.__class__ = kinds[path]
         elif type(module) is ShardedRMSNorm:
             module.__class__ = OrderedRMSNorm
-        elif path and hasattr(module, "sharding_group"):
+        elif hasattr(module, "sharding_group"):
             module.sharding_group = None  # disables mlx-lm's own sum
