@@ -91,8 +91,7 @@ def load_made(
             ignored += unused
         budget.check(model, path)
     facts = {"source": source, "norms": "mlx-lm's", "ignored": tuple(ignored), "port": _port_of(model, why)}
-    facts["ranks"] = ranks.size if ranks else 1
-    model.runtime.report = make_report(model, config, **facts)
+    model.runtime.report = make_report(model, config, ranks=ranks.size if ranks else 1, **facts)
     if drafting.mtp and not (drafting.draft_model or heads):
         how = f"with mlx-lm's own model: {why}" if why else "unless drafts are copied from the text (prompt lookup)"
         warnings.warn(f"{path}: {source}; decoding plainly, {how}", NeverDrafts, stacklevel=4)

@@ -77,7 +77,7 @@ def take_part(model: Any, group: Any, name: str, before: Callable[[list[Any]], A
 
 
 def _splits(module: Any, group: Any) -> bool:
-    return any(value is group for value in vars(module).values())
+    return any(value is group for value in (*vars(module).values(), *module.values()))
 
 
 def _is_known(module: Any, group: Any) -> bool:

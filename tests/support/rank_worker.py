@@ -207,7 +207,7 @@ def answers_about(path: str, group, files: list[str]) -> list[str]:
 
 
 def of_types(paths: list[str], group, length: int) -> list:
-    """Return, for each checkpoint, [its port, texts copied from the prompt and with wrong drafts], or its refusal."""
+    """Return, for each checkpoint, its refusal, or texts with prompt lookup, and one with wrong drafts."""
     found = []
     for path in paths:
         try:
@@ -221,7 +221,7 @@ def of_types(paths: list[str], group, length: int) -> list:
         texts = [runs.drafted(model, prompt, length, prompt_lookup=drafts) for prompt in runs.PROMPTS]
         if drafts:
             texts.append(runs.with_wrong(model, runs.PROMPTS[0] + texts[0], runs.PROMPTS[0], length, 3, 0))
-        found.append([model.report.port, texts])
+        found.append(texts)
     return found
 
 
