@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.minimax import ShardedRMSNorm
+import mlx.nn as nn
 
 
 def ordered_sum(x: mx.array, group: Any) -> mx.array:
@@ -29,8 +29,10 @@ class SummedOverRanks:
         return ordered_sum(super().__call__(*args, **options), self.ranks_group)  # type: ignore[misc]
 
 
-class OrderedRMSNorm(ShardedRMSNorm):
-    """The same norm of rows of which each rank has a part, with the ranks' sums of squares added in rank order."""
+class OrderedRMSNorm(nn.RMSNorm):
+    """A norm of rows of which each rank of `group` has a part; their sums of squares are added in rank order."""
+
+    group: Any
 
     def __call__(self, x: mx.array) -> mx.array:
         x32 = x.astype(mx.float32)

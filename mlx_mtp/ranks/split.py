@@ -46,6 +46,9 @@ def split(model: Any, group: Any, name: str, before: Callable[[list[Any]], Any] 
     """
     for module in take_part(model, group, name, before):
         sum_over(module, group)
+    for module in model.modules():
+        if type(module) is nn.RMSNorm and _splits(module, group):
+            module.__class__ = OrderedRMSNorm
 
 
 def take_part(model: Any, group: Any, name: str, before: Callable[[list[Any]], Any] | None = None) -> list[Any]:
@@ -199,6 +202,6 @@ def _make_plain(layer: Any, kinds: dict[str, type], *, first: bool) -> None:
             del module.group
             module.__class__ = kinds[path]
         elif type(module) is ShardedRMSNorm:
-            module.__class__ = OrderedRMSNorm
+            module.__class__ = nn.RMSNorm  # of this rank's part, until `split` changes it
         elif hasattr(module, "sharding_group"):
             module.sharding_group = None  # disables mlx-lm's own sum

@@ -293,7 +293,9 @@ def sum_in_own_class(model, group):
     (sum_in_own_class, "model.layers.0.mlp.up_proj"),
 ])  # fmt: skip
 def test_a_model_that_is_split_in_other_places_is_refused(monkeypatch, change, path):
-    model = llama.Model(llama.ModelArgs.from_dict({**rank_cases.HEADLESS["llama"], "tie_word_embeddings": False}))
+    model = llama.Model(
+        llama.ModelArgs.from_dict({**rank_cases.HEADLESS["llama"], "tie_word_embeddings": False, "vocab_size": 12})
+    )
     shard = model.shard
     monkeypatch.setattr(llama.Model, "shard", lambda self, group: (shard(group), change(self, group)))
     message = f"ranks=2: model_type 'llama' cannot be split: mlx-lm splits its {path}"
@@ -305,7 +307,7 @@ def test_a_model_that_is_split_in_other_places_is_refused(monkeypatch, change, p
     ("starcoder2", 2, "mlx-lm has no way to split model_type 'starcoder2'; allowed is 1"),
     ("minimax", 4, "model_type 'minimax' has 2 key value heads in layer 0; allowed ranks are 1, 2"),
     ("exaone_moe", 3, "model_type 'exaone_moe' has 4 heads in layer 0; allowed ranks are 1, 2, 4"),
-    ("deepseek_v41", 3, "mlx-lm cannot split model_type 'deepseek_v41' (Tensor parallelism over 3 ranks needs 3"),
+    ("deepseek_v41", 4, "mlx-lm cannot split model_type 'deepseek_v41' (Tensor parallelism over 4 ranks needs 4"),
 ])  # fmt: skip
 def test_inspect_and_load_refuse_a_made_port_by_name(tmp_path, name, ranks, message):
     path = save(tmp_path / "model", tiny_config(name))
