@@ -287,10 +287,8 @@ def _buffers(model: Any, longest: int | None) -> Buffers:
 def _part_of(model: Any, ranks: int, config: dict) -> int:
     """Reduce the model, which is modified, to one rank's part, and return the bytes of the target that are left.
 
-    config: config.json; ValueError if its model_type has no port, or cannot be split over these ranks.
+    config: config.json; ValueError if its model_type cannot be split over these ranks.
     """
-    if find_port(config) is None:
-        raise ValueError(f"ranks={ranks}: model_type {config['model_type']!r} cannot be split; allowed is 1")
     take_part(model, RankShare(ranks), config["model_type"])
     return nbytes(model.parameters()) - nbytes(model.get("mtp", []))
 

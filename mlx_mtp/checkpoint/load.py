@@ -257,10 +257,8 @@ def _load(path: Path, config: dict, options: LoadOptions) -> Any:
     if program := config.get("model_file"):
         raise ValueError(f"{path}/config.json: model_file={program}: code of a checkpoint's own model is not run")
     if port is None:
-        if ranks:
-            raise ValueError(f"ranks={ranks.size}: model_type {config['model_type']!r} cannot be split; allowed is 1")
         small = drafter if drafter and is_small_model(drafter) else None
-        model = load_made(path, config, drafting, budget, lazy=lazy, drafter=None if small else drafter)
+        model = load_made(path, config, drafting, budget, ranks, lazy=lazy, drafter=None if small else drafter)
         model.runtime.blind = open_vision(path, config, None, options.sight, 0)[1]
         if model.mtp:
             attach_tuned(model, drafting.mtp_path)

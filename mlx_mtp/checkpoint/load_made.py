@@ -16,15 +16,20 @@ from mlx_lm import utils as mlx_lm_utils
 from ..decoding.memory_needs import Budget
 from ..layers.blocks import place_blocks
 from ..layers.made import Plain, as_target
+from ..layers.made_form import CLOSE, distance
+from ..layers.noted import ModuleCall, note, noting, unnote
 from ..layers.scaled import scale_outputs
 from ..machine import atomic
 from ..machine.errors import one_line
 from ..models import port_names
 from ..models.config.normalize import normalize
 from ..models.config.rope_modules import apply_rope
+from ..ranks.group import Ranks
+from ..ranks.split import split
 from .build import attach_drafter, attach_new_head
 from .cure import NeverDrafts
 from .files import fill_model, read_config, read_tensors
+from .head_self_test import FEW_TOKENS, random_tokens
 from .packed.arrays import read_arrays
 from .packed.contents import recognize
 from .packed.modules import Packed
@@ -40,14 +45,21 @@ UNTESTED = "whether it drafts is decided by a test of its weights when they are 
 
 
 def load_made(
-    path: Path, config: dict, drafting: Drafting, budget: Budget, *, lazy: bool, drafter: Path | None = None
+    path: Path,
+    config: dict,
+    drafting: Drafting,
+    budget: Budget,
+    ranks: Ranks | None = None,
+    *,
+    lazy: bool,
+    drafter: Path | None = None,
 ) -> Any:
     """Return mlx-lm's own model with its report: `Made` if a probe shows that it can draft, else `Plain`.
 
     Warns that a `Plain` one decodes without drafts, unless mtp=False. lazy: neither the memory nor the weights are
-    checked, nor are weights read, and the model is `Plain`. drafter: directory of an external drafter to attach that
-    is no small model. ValueError for options of heads, an unknown model_type, a damaged checkpoint, or too little
-    memory, or a drafter that does not fit the model.
+    checked, nor are weights read, and the model is `Plain`. ranks: split the model over them. drafter: directory of
+    an external drafter to attach that is no small model. ValueError for options of heads, an unknown model_type, a
+    damaged checkpoint, a model that cannot be split, or too little memory, or a drafter that does not fit the model.
     """
     name, overrides, heads = config["model_type"], drafting.mtp_overrides, drafting.mtp_path
     source, why = f"model_type {name!r} has no MTP port", UNTESTED
@@ -55,12 +67,18 @@ def load_made(
         lacks = f"the target's model_type {name!r} has no port with heads"
         raise ValueError(f"mtp_overrides={overrides}: omit it; {lacks}; supported are {', '.join(port_names())}")
     ignored: list[str] = []
+    parts: list[tuple[Any, list[ModuleCall]]] = []
     with one_line(f"{path}: cannot be loaded", keep=True):
         model = _build(path, config, ", ".join(port_names()), ignored)
+        if ranks:
+            split(model, ranks.group, name, None if lazy else partial(_note_parts, model, parts))
+            model.runtime.ranks = ranks
         if not lazy:
             budget.check(model, path)
             check_numbers(named(model), lambda name: (path, name))
             check_codes(model, lambda name: (path, name), heads=False)
+            if ranks:
+                _check_sums(model, name, parts)
             why = probe(model)
     for option, value in (("draft_model", drafting.draft_model), ("mtp_path", heads)):
         if why and value:
@@ -75,7 +93,7 @@ def load_made(
             ignored += unused
         budget.check(model, path)
     facts = {"source": source, "norms": "mlx-lm's", "ignored": tuple(ignored), "port": _port_of(model, why)}
-    model.runtime.report = make_report(model, config, **facts)
+    model.runtime.report = make_report(model, config, ranks=ranks.size if ranks else 1, **facts)
     if drafting.mtp and not (drafting.draft_model or heads):
         how = f"decoding plainly, with mlx-lm's own model: {why}"
         if why in (None, UNTESTED):
@@ -85,6 +103,26 @@ def load_made(
             )
         warnings.warn(f"{path}: {source}; {how}", NeverDrafts, stacklevel=4)
     return model
+
+
+def _note_parts(model: Any, found: list[tuple[Any, list[ModuleCall]]], parts: list[Any]) -> None:
+    """Append modules of a model with their calls in a pass of a few tokens, all lazy."""
+    for part in parts:
+        note(part)
+    with noting(parts) as calls:
+        model(mx.array([random_tokens(model.vocab_size)[:FEW_TOKENS]]))
+    for part in parts:
+        unnote(part)
+    found += zip(parts, calls, strict=True)
+
+
+def _check_sums(model: Any, name: str, parts: list[tuple[Any, list[ModuleCall]]]) -> None:
+    """Raise ValueError, on every rank, unless modules return what they did with mlx-lm's own sums over the ranks."""
+    outputs = [(part(*call.args, **call.options), call.output) for part, calls in parts for call in calls]
+    same = [distance(*each) <= CLOSE for each in outputs]  # NaN is no distance
+    if [0] in model.ranks.gather([int(all(same) and all(calls for _, calls in parts))]):
+        why = "cannot be split: its attention or MLP returns other values if summed at its end; allowed is 1"
+        raise ValueError(f"ranks={model.ranks.size}: model_type {name!r} {why}")
 
 
 def _port_of(model: Any, why: str | None) -> str:

@@ -15,8 +15,13 @@ class ModuleCall(NamedTuple):
     """One call of a module: its number among all calls, its arguments, and what it returned."""
 
     number: int
-    given: tuple[Any, ...]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
     output: Any
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        return (*self.args, *self.options.values())
 
 
 class NotedCalls:
@@ -34,7 +39,7 @@ class NotedCalls:
         if output is None:
             output = super().__call__(*args, **options)  # type: ignore[misc]
         if self.noting:
-            self.calls.append(ModuleCall(next(ORDER), (*args, *options.values()), output))
+            self.calls.append(ModuleCall(next(ORDER), args, options, output))
         return output
 
 

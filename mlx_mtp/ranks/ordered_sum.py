@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 
 def ordered_sum(x: mx.array, group: Any) -> mx.array:
@@ -26,6 +27,18 @@ class SummedOverRanks:
 
     def __call__(self, *args: Any, **options: Any) -> mx.array:
         return ordered_sum(super().__call__(*args, **options), self.ranks_group)  # type: ignore[misc]
+
+
+class OrderedRMSNorm(nn.RMSNorm):
+    """A norm of rows of which each rank of `group` has a part; their sums of squares are added in rank order."""
+
+    group: Any
+
+    def __call__(self, x: mx.array) -> mx.array:
+        x32 = x.astype(mx.float32)
+        squares = ordered_sum(x32.square().sum(axis=-1, keepdims=True), self.group)
+        scale = mx.rsqrt(squares / (x.shape[-1] * self.group.size()) + self.eps)
+        return (x32 * scale * self.weight).astype(x.dtype)
 
 
 def sum_over(module: Any, group: Any) -> None:

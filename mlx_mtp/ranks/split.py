@@ -4,15 +4,18 @@ Each rank has a share of every layer's attention heads, with their keys and valu
 sums over the ranks per layer, after attention and after the MLP, restore the full rows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.nn.layers import distributed
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.minimax import ShardedRMSNorm
 
 from ..kernels import BLOCK_FORMATS
-from .ordered_sum import sum_over
+from ..machine.errors import one_line
+from .ordered_sum import OrderedRMSNorm, sum_over
 
 MAX_LISTED = 64  # maximum number of ranks that a message lists
 SUMMED = distributed.ShardedToAllLinear, distributed.QuantizedShardedToAllLinear
@@ -35,34 +38,53 @@ class RankShare(NamedTuple):
         return 0
 
 
-def split(model: Any, group: Any, name: str) -> None:
+def split(model: Any, group: Any, name: str, before: Callable[[list[Any]], Any] | None = None) -> None:
     """Replace the layers' weights by this rank's part, unevaluated; attention and MLP then return sums over ranks.
 
-    name: the model_type, for messages. Raises ValueError if the model cannot be split over these ranks.
+    name: the model_type, for messages. before: called with the modules that will sum, while all sums are still
+    mlx-lm's own. Raises ValueError if the model cannot be split over these ranks.
     """
-    for module in take_part(model, group, name):
+    for module in take_part(model, group, name, before):
         sum_over(module, group)
+    for module in model.modules():
+        if type(module) is nn.RMSNorm and _splits(module, group):
+            module.__class__ = OrderedRMSNorm
 
 
-def take_part(model: Any, group: Any, name: str) -> list[Any]:
+def take_part(model: Any, group: Any, name: str, before: Callable[[list[Any]], Any] | None = None) -> list[Any]:
     """Replace the layers' weights by this rank's lazy part; return the modules whose outputs must be summed.
 
-    These are each layer's attention (or linear attention) and MLP. Raises ValueError as `check_divides`.
+    These are each layer's attention (or linear attention) and MLP. before, ValueError: as of `split`.
     """
     check_divides(model, group.size(), name)
-    for layer in model.layers:
-        _repeat_kv_heads(_mixer(layer), group.size())
+    for mixer in (mixer for layer in model.layers for mixer in _mixers(layer)):
+        _repeat_kv_heads(mixer, group.size())
     kinds = [{path: type(module) for path, module in layer.named_modules()} for layer in model.layers]
     scales = [_take_scales(layer) for layer in model.layers]
-    model.shard(group)
-    for layer, taken, own in zip(model.layers, scales, kinds, strict=True):
+    with one_line(f"ranks={group.size()}: mlx-lm cannot split model_type {name!r}"):
+        model.shard(group)
+    for layer, taken in zip(model.layers, scales, strict=True):
         _put_scales(layer, taken)
+        layer.update(tree_map(mx.contiguous, layer.parameters()))  # frees the other ranks' parts
+    parts = [part for layer in model.layers for part in tree_flatten(layer.children(), is_leaf=nn.Module.is_module)]
+    modules = [part for _, part in parts if any(_splits(module, group) for module in part.modules())]
+    inside = {id(module) for part in modules for module in part.modules() if _is_known(module, group)}
+    for path, module in model.named_modules():
+        if _splits(module, group) and id(module) not in inside:
+            raise ValueError(f"ranks={group.size()}: model_type {name!r} cannot be split: mlx-lm splits its {path}")
+    if before:
+        before(modules)
+    for layer, own in zip(model.layers, kinds, strict=True):
         _make_plain(layer, own, first=group.rank() == 0)
-    modules = [module for layer in model.layers for module in (_mixer(layer), layer.mlp)]
-    for module in modules:
-        module.sharding_group = None  # disables mlx-lm's own sum
-        module.update(tree_map(mx.contiguous, module.parameters()))  # frees the other ranks' parts
     return modules
+
+
+def _splits(module: Any, group: Any) -> bool:
+    return any(value is group for value in (*vars(module).values(), *module.values()))
+
+
+def _is_known(module: Any, group: Any) -> bool:
+    return type(module) in (*SHARDED, ShardedRMSNorm) or getattr(module, "sharding_group", None) is group
 
 
 def check_divides(model: Any, ranks: int, name: str) -> None:
@@ -89,19 +111,21 @@ def _divides(size: int, ranks: int, *, kv: bool) -> bool:
     return size % ranks == 0 or (kv and ranks % size == 0)
 
 
-def _mixer(layer: Any) -> Any:
-    """Return a layer's attention or linear attention."""
-    return layer.linear_attn if getattr(layer, "is_linear", False) else layer.self_attn
+def _mixers(layer: Any) -> list[Any]:
+    """Return a layer's attention or linear attention, of some families several."""
+    return [module for _, module in layer.named_modules() if not {"o_proj", "out_proj"}.isdisjoint(module)]
 
 
 def _sizes(model: Any) -> Iterator[tuple[str, int, bool]]:
     """Yield each size that must be divisible: (name, size, whether it counts key-value heads)."""
     for i, layer in enumerate(model.layers):
-        mixer = _mixer(layer)
-        for attribute in (name for name in (*HEADS, *KV_HEADS) if hasattr(mixer, name)):
-            kind = attribute.removeprefix("num_").removeprefix("n_").replace("_", " ")
-            yield f"{kind} in layer {i}", getattr(mixer, attribute), attribute in KV_HEADS
-        for path, linear in [*mixer.named_modules(), *layer.mlp.named_modules()]:
+        for mixer in _mixers(layer):
+            across = {"q_norm", "q_proj"} <= mixer.keys() and len(mixer.q_norm.weight) == len(mixer.q_proj.weight)
+            for attribute in (name for name in (*HEADS, *KV_HEADS) if hasattr(mixer, name)):
+                kind = attribute.removeprefix("num_").removeprefix("n_").replace("_", " ")
+                kv = attribute in KV_HEADS and not across  # a norm across all heads would see repeated ones
+                yield f"{kind} in layer {i}", getattr(mixer, attribute), kv
+        for path, linear in layer.named_modules():
             if path.rpartition(".")[2] in INPUTS_SPLIT:
                 what, name = ("groups of columns", "scales") if "scales" in linear else ("columns", "weight")
                 yield f"{what} in layer {i}'s {path}", linear[name].shape[-1], False
@@ -171,8 +195,13 @@ def _make_plain(layer: Any, kinds: dict[str, type], *, first: bool) -> None:
     kinds: the classes by path before the split. first: whether this is rank 0, the only one that keeps the biases of
     outputs that are summed later.
     """
-    for path, linear in layer.named_modules():
-        if type(linear) in SHARDED:
-            if "bias" in linear and not first and type(linear) in SUMMED:
-                linear.pop("bias")
-            linear.__class__ = kinds[path]
+    for path, module in layer.named_modules():
+        if type(module) in SHARDED:
+            if "bias" in module and not first and type(module) in SUMMED:
+                module.pop("bias")
+            del module.group
+            module.__class__ = kinds[path]
+        elif type(module) is ShardedRMSNorm:
+            module.__class__ = nn.RMSNorm  # of this rank's part, until `split` changes it
+        elif hasattr(module, "sharding_group"):
+            module.sharding_group = None  # disables mlx-lm's own sum

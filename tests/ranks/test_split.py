@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+from pathlib import Path
 
 import block_drafters
 import families
@@ -16,16 +17,32 @@ import rank_group
 import rank_worker
 import seeing
 import tiny
+import type_runs as runs
+from mlx.nn.layers import distributed
 from mlx.utils import tree_map
+from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models import llama
+from model_types import save, tiny_config
 from picture_requests import noise
 from sweep import SWEEP, paired, sampled, sweep
 
 import mlx_mtp
+from mlx_mtp.checkpoint.inspect import inspect_checkpoint
 from mlx_mtp.layers.scaled import SCALE, SCALED, ScaledLinear
 from mlx_mtp.ranks import split
 
 SPLIT = (2, 3, 4)
+TOKENS = 12  # of each text of a made port
+ENDS = "its attention or MLP returns other values if summed at its end"
+MADE = {  # types without a port that mlx-lm splits: None, or the reason for which they are not
+    **dict.fromkeys(("gpt_oss", "minimax", "ministral3"), None),
+    "kimi_k3": ENDS,
+}
+DIVISIBLE = {"minimax": {"num_attention_heads": 8, "num_key_value_heads": 4}, "deepseek_v41": {"o_groups": 4}}
+MORE = {
+    **dict.fromkeys(("deepseek_v2", "exaone_moe", "minimax_m3_vl", "mistral4"), None),
+    **dict.fromkeys(("deepseek_v41", "iquestloopcoder", "longcat_flash", "longcat_flash_ngram"), ENDS),
+}
 WHOLE = r"norm\.|mlp\.gate\.|shared_expert_gate|indexer\.|_a_proj"  # tensors that are not split
 
 
@@ -44,7 +61,7 @@ class Group:
 
 @pytest.fixture(scope="module")
 def both_of_two(tmp_path_factory):
-    """Run two functions in the same two processes, whose start costs most; return each one's path and results."""
+    """Run functions in the same two processes, whose start costs most; return each one's path and results."""
     folder = tmp_path_factory.mktemp("two")
     paths = rank_cases.write(folder, "step3p5"), str(seeing.build(folder / "seeing")[0])
     files = [folder / f"{seed}.png" for seed in range(2)]
@@ -52,9 +69,11 @@ def both_of_two(tmp_path_factory):
         file.write_bytes(noise(seed))
     names = [str(file) for file in files]
     options = {"path": paths[0], "few": not SWEEP}, {"path": paths[1], "k": 2, "files": names}
-    found = rank_group.work_all(2, folder, ("texts", options[0]), ("pictured", options[1]))
-    texts, pictured = zip(*found, strict=True)
-    return (paths[0], texts), (paths[1], pictured, names)
+    made = [str(save(folder / name, tiny_config(name))) for name in MADE]
+    of_types = ("of_types", {"paths": made, "length": TOKENS})
+    found = rank_group.work_all(2, folder, ("texts", options[0]), ("pictured", options[1]), of_types)
+    texts, pictured, types = zip(*found, strict=True)
+    return (paths[0], texts), (paths[1], pictured, names), (made, types)
 
 
 def check(n: int, folder, path: str, whole: str, atol: float | None = 1e-4, found=None) -> None:
@@ -97,6 +116,32 @@ def test_two_ranks_read_the_features_of_rank_0(both_of_two):
     assert failures == [[500, "RuntimeError: lost"], [400, "damaged"]]
     assert cancelled
     assert advanced == [True]
+
+
+def check_types(types: dict[str, str | None], paths: list[str], found, n: int) -> None:
+    """Compare texts of made ports on n ranks with mlx-lm's own. found: results of `rank_worker.of_types`."""
+    mine, *others = found
+    assert all(rank == mine for rank in others)
+    for path, (name, why), result in zip(paths, types.items(), mine, strict=True):
+        if why:
+            assert result == f"ranks={n}: model_type {name!r} cannot be split: {why}; allowed is 1"
+            continue
+        plain, _ = mlx_lm_utils.load_model(Path(path))
+        truth = [runs.plain_text(plain, prompt, TOKENS) for prompt in runs.PROMPTS]
+        assert result in ([*truth, truth[0]], truth), name
+        assert (len(result) > len(truth)) == (name != "minimax_m3_vl"), name
+
+
+def test_made_ports_on_two_ranks_have_mlx_lms_text(both_of_two):
+    """With experts, with norms across all heads, and dense; and one whose sum is not its MLP's last step."""
+    check_types(MADE, *both_of_two[2], 2)
+
+
+@sweep
+@pytest.mark.parametrize("n", [2, 4])
+def test_every_made_port_on_several_ranks(tmp_path, n):
+    paths = [str(save(tmp_path / name, tiny_config(name) | DIVISIBLE.get(name, {}))) for name in MADE | MORE]
+    check_types(MADE | MORE, paths, rank_group.work(n, tmp_path, "of_types", paths=paths, length=TOKENS), n)
 
 
 @sweep
@@ -220,6 +265,61 @@ def test_a_model_that_cannot_be_split_is_refused_by_name(tmp_path, monkeypatch, 
     monkeypatch.setattr("mlx_mtp.checkpoint.build.check_numbers", None)  # no weight may be read
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         mlx_mtp.load_model(path, tensor_group=Group(ranks))
+
+
+class Summed(nn.Linear):
+    def __init__(self, linear, group):
+        super().__init__(1, 1)
+        self.weight, self.group = linear.weight, group
+
+
+def split_head(model, group):
+    model.lm_head = distributed.shard_linear(model.lm_head, "all-to-sharded", group=group)
+
+
+def sum_in_layer(model, group):
+    model.layers[1].sharding_group = group
+
+
+def sum_in_own_class(model, group):
+    model.layers[0].mlp.up_proj = Summed(model.layers[0].mlp.up_proj, group)
+
+
+@pytest.mark.parametrize(("change", "path"), [
+    (split_head, "lm_head"),
+    (sum_in_layer, "model.layers.1"),
+    (sum_in_own_class, "model.layers.0.mlp.up_proj"),
+])  # fmt: skip
+def test_a_model_that_is_split_in_other_places_is_refused(monkeypatch, change, path):
+    model = llama.Model(
+        llama.ModelArgs.from_dict({**rank_cases.HEADLESS["llama"], "tie_word_embeddings": False, "vocab_size": 12})
+    )
+    shard = model.shard
+    monkeypatch.setattr(llama.Model, "shard", lambda self, group: (shard(group), change(self, group)))
+    message = f"ranks=2: model_type 'llama' cannot be split: mlx-lm splits its {path}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        split.take_part(model, Group(2), "llama")
+
+
+@pytest.mark.parametrize(("name", "ranks", "message"), [
+    ("starcoder2", 2, "mlx-lm has no way to split model_type 'starcoder2'; allowed is 1"),
+    ("minimax", 4, "model_type 'minimax' has 2 key value heads in layer 0; allowed ranks are 1, 2"),
+    ("exaone_moe", 3, "model_type 'exaone_moe' has 4 heads in layer 0; allowed ranks are 1, 2, 4"),
+    ("deepseek_v41", 4, "mlx-lm cannot split model_type 'deepseek_v41' (Tensor parallelism over 4 ranks needs 4"),
+])  # fmt: skip
+def test_inspect_and_load_refuse_a_made_port_by_name(tmp_path, name, ranks, message):
+    path = save(tmp_path / "model", tiny_config(name))
+    (problem,) = inspect_checkpoint(path, ranks=ranks).problems
+    assert problem.startswith(f"ranks={ranks}: {message}")
+    with pytest.raises(ValueError, match=f"^{re.escape(problem)}$"):
+        mlx_mtp.load_model(path, tensor_group=Group(ranks))
+
+
+def test_inspect_has_the_part_of_a_made_port(tmp_path):
+    path = save(tmp_path / "model", tiny_config("minimax"))
+    whole, half = inspect_checkpoint(path), inspect_checkpoint(path, ranks=2)
+    assert not half.problems
+    assert half.part < 0.7 * whole.target.loaded
 
 
 def test_a_group_of_one_is_no_group(tmp_path):

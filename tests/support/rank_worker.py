@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import picture_prompts
 import pytest
+import type_runs as runs
 from mlx.utils import tree_flatten
 from oracle import Oracle
 from plans import Listed, follow
@@ -202,6 +203,25 @@ def answers_about(path: str, group, files: list[str]) -> list[str]:
             advanced, events, response = asked_beside_another(client, patch)
             assert not any(isinstance(event, End | RequestFailed) for event in events)
             found.append([advanced, response.json()["choices"][0]["message"]["content"]])
+    return found
+
+
+def of_types(paths: list[str], group, length: int) -> list:
+    """Return, for each checkpoint, its refusal, or texts with prompt lookup, and one with wrong drafts."""
+    found = []
+    for path in paths:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model = mlx_mtp.load_model(path, tensor_group=group)
+        except ValueError as e:
+            found.append(str(e))
+            continue
+        drafts = not model.report.port.startswith("none")
+        texts = [runs.drafted(model, prompt, length, prompt_lookup=drafts) for prompt in runs.PROMPTS]
+        if drafts:
+            texts.append(runs.with_wrong(model, runs.PROMPTS[0] + texts[0], runs.PROMPTS[0], length, 3, 0))
+        found.append(texts)
     return found
 
 
