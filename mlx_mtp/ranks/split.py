@@ -66,8 +66,10 @@ def take_part(model: Any, group: Any, name: str, before: Callable[[list[Any]], A
     for layer, taken in zip(model.layers, scales, strict=True):
         _put_scales(layer, taken)
         layer.update(tree_map(mx.contiguous, layer.parameters()))  # frees the other ranks' parts
-    parts = [part for layer in model.layers for part in tree_flatten(layer.children(), is_leaf=nn.Module.is_module)]
-    modules = [part for _, part in parts if any(_splits(module, group) for module in part.modules())]
+    parts: list[Any] = [
+        part for layer in model.layers for _, part in tree_flatten(layer.children(), is_leaf=nn.Module.is_module)
+    ]
+    modules = [part for part in parts if any(_splits(module, group) for module in part.modules())]
     inside = {id(module) for part in modules for module in part.modules() if _is_known(module, group)}
     for path, module in model.named_modules():
         if _splits(module, group) and id(module) not in inside:
@@ -202,6 +204,6 @@ def _make_plain(layer: Any, kinds: dict[str, type], *, first: bool) -> None:
             del module.group
             module.__class__ = kinds[path]
         elif type(module) is ShardedRMSNorm:
-            module.__class__ = nn.RMSNorm  # of this rank's part, until `split` changes it
+            object.__setattr__(module, "__class__", nn.RMSNorm)  # of this rank's part, until `split` changes it
         elif hasattr(module, "sharding_group"):
             module.sharding_group = None  # disables mlx-lm's own sum
