@@ -224,14 +224,14 @@ class RowCheck:
 def prepare_rows(model: Any, layout: Mapping[str, Any], exact: bool | None = None) -> None:
     """Apply what earlier checks found about a loaded model's rows; what is left is checked in idle time on a GPU.
 
-    There a made port drafts only after its check. Nothing happens on several ranks, or for mlx-lm's own caches.
-    exact: None on a GPU compares bits.
+    There a made port drafts only after its check. Nothing is checked on several ranks, where a made port therefore
+    never drafts on GPUs, or for mlx-lm's own caches. exact: None on a GPU compares bits.
     """
     needed = exact = mx.default_device() != mx.cpu if exact is None else exact
     with suppress(OSError, RuntimeError):
         needed = needed or any(cache_directory("rows").glob("*.json"))
+    model.runtime.rows = 1 if exact and isinstance(model, Made) else None
     if needed and not model.ranks and not make_prompt_cache(model, num_draft_tokens=0).is_mlx_lm:
-        model.runtime.rows = 1 if exact and isinstance(model, Made) else None
         model.runtime.row_check = RowCheck(model, layout, CONTEXTS, exact, recalls=True)
 
 

@@ -34,10 +34,10 @@ def drive(control, cost: float, cycles: int = 150) -> list[int]:
 
 def test_drafts_follow_the_costs_of_the_number_of_sequences(known):
     """Drafts are cheap at two sequences and expensive at eight; another batch uses both, and acceptance at five."""
-    batch = Controls(SimpleNamespace(drafter=None, mtp=()), adaptive=True)
+    batch = Controls(SimpleNamespace(drafter=None, mtp=(), windows=list), adaptive=True)
     assert drive(batch.control(2, 3), 0.1)[-20:].count(3) >= 16
     assert drive(batch.control(8, 3), 1.2)[-20:].count(0) >= 16
-    again = Controls(SimpleNamespace(drafter=None, mtp=()), adaptive=True)
+    again = Controls(SimpleNamespace(drafter=None, mtp=(), windows=list), adaptive=True)
     assert again.control(2, 3).plan().k > 0
     assert again.control(8, 3).plan().k == 0
     estimate = again.control(5, 3).costs
@@ -47,7 +47,10 @@ def test_drafts_follow_the_costs_of_the_number_of_sequences(known):
 
 
 def test_a_fixed_number_of_drafts_is_not_learned(known):
-    assert isinstance(Controls(SimpleNamespace(drafter=None, mtp=()), adaptive=False).control(4, 3), Fixed)
+    controls = Controls(SimpleNamespace(drafter=None, mtp=(), windows=list), adaptive=False)
+    assert isinstance(controls.control(4, 3), Fixed)
+        Controls(SimpleNamespace(drafter=None, mtp=(), windows=list), adaptive=False).control(4, 3), Fixed
+    )
     assert known == {}
 
 

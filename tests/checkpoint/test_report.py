@@ -19,7 +19,7 @@ BARE = Report(
     norms="ones",
     lm_head="shared",
 )
-ALWAYS = {"family": "f, 2 layers", "MTP heads": "0, nowhere", "norms": "ones"}
+ALWAYS = {"family": "f, 2 layers", "port": "written", "MTP heads": "0, nowhere", "norms": "ones"}
 GUESSES = "the first head agrees with the target on {} of words"
 LESS = "from 7 of 2,048 tokens, 1.00 MB less"
 MORE = "from 7 of 2,048 tokens, 1.00 MB more for a copy of their rows"
@@ -41,6 +41,8 @@ def facts(report: Report) -> dict[str, str]:
     ({"drafted_from": (7, 2048), "saved_bytes": 1_000_000}, {"drafts": LESS}),
     ({"drafted_from": (7, 2048), "saved_bytes": -1_000_000}, {"drafts": MORE}),
     ({"ranks": 2}, {"ranks": "2, each with its part of the target's layers and whole heads"}),
+    ({"port": "none: decoded plainly"}, {"port": "none: decoded plainly"}),
+    ({"rows": "up to 8"}, {"rows": "up to 8"}),
     ({"expanded": True}, {"precision": "expanded to float32: MLX multiplies experts on a CPU in nothing else"}),
     ({"kernels": ("gemv: on",)}, {"kernels": "gemv: on"}),
     ({"prefill_chunk": 1024}, {"prefill": "1,024 tokens of a prompt at a time"}),

@@ -15,7 +15,7 @@ import mlx_mtp
 from mlx_mtp import emulator
 from mlx_mtp.decoding.sampling import Picker, Sampling
 from mlx_mtp.kernels.draw_top import draw_top_ref
-from mlx_mtp.layers import port
+from mlx_mtp.layers import with_heads
 from mlx_mtp.layers.lm_head import LMHeadSite, place_heads
 from mlx_mtp.tuning import ab_test
 
@@ -66,7 +66,7 @@ def test_drafts_do_not_change_the_tokens(step, heads, options):
 def test_no_logits_are_computed(step, heads, monkeypatch):
     for head in heads:
         head.rows = frozenset({1, 3})
-    monkeypatch.setattr(port, "logits_of", None)
+    monkeypatch.setattr(with_heads, "logits_of", None)
     monkeypatch.setattr(LMHeadSite, "logits", None)
     with emulator.emulated(emulator.Options(traffic=False)):
         for options in ({}, {"temp": 1.0}, {"temp": 1.0, "top_k": 5}):

@@ -152,7 +152,7 @@ def test_what_replayed_cycles_cost_is_kept_apart(directory):
     options = {"adaptive": True, "p_min": False}
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)  # the other stands for the next process
     for each in (model, other):
-        each.runtime, each.ranks = Runtime(), None
+        each.runtime, each.ranks, each.windows = Runtime(), None, list
     for compiled, seconds in ((None, 0.03), (replays, 0.05)):
         control = control_for(model, 1, 0, compiled=compiled, **options)
         for _ in range(9):

@@ -148,7 +148,7 @@ def test_a_benchmark_tries_those_that_it_measures(monkeypatch, checkpoint, most,
 
 
 def test_sequences_of_a_pool_share_sixteen_rows_on_a_gpu(monkeypatch):
-    model = SimpleNamespace(drafter=None, mtp=())
+    model = SimpleNamespace(drafter=None, mtp=(), windows=list)
     monkeypatch.setattr("mlx_mtp.decoding.control.learned", lambda model: SimpleNamespace(together={}, growth=None))
     for device, most in ((mx.cpu, 15), (mx.gpu, MOST_ON_GPU)):
         monkeypatch.setattr(mx, "default_device", lambda device=device: mx.Device(device))
