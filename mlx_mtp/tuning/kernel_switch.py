@@ -384,6 +384,7 @@ def others_not_exact(model: Any) -> Lines:
     """Return the names of a model's operations that have no exact kernel."""
     modules = [module for _, module in model.named_modules()]
     attentions = [m for m in modules if "o_proj" in m]
+    selectable = model.runtime.adapters.names if isinstance(model, WithHeads) else ()
     found = {
         FORMATS: any(type(m) in (*LINEARS, nn.QQLinear) or tied(model, m) for m in modules),
         "attention": any(not isinstance(m, VerifyAttention) and not getattr(m, "latent", None) for m in attentions),
@@ -391,7 +392,7 @@ def others_not_exact(model: Any) -> Lines:
         "latent attention's products per head": any(type(m) in PER_HEAD for m in modules),
         "Mamba2's convolution": any(isinstance(m, Mamba2) for m in modules),
         "unquantized experts": any(type(m) is SwitchLinear for m in modules),  # sorted from 64 of them on
-        "adapters": bool(model.runtime.adapters.names) or any("lora_a" in m for m in modules),
+        "adapters": bool(selectable) or any("lora_a" in m for m in modules),
         "everything in mlx-lm's model without a kernel": isinstance(model, Made),
     }
     return tuple(name for name, present in found.items() if present)

@@ -49,8 +49,6 @@ def test_drafts_follow_the_costs_of_the_number_of_sequences(known):
 def test_a_fixed_number_of_drafts_is_not_learned(known):
     controls = Controls(SimpleNamespace(drafter=None, mtp=(), windows=list), adaptive=False)
     assert isinstance(controls.control(4, 3), Fixed)
-        Controls(SimpleNamespace(drafter=None, mtp=(), windows=list), adaptive=False).control(4, 3), Fixed
-    )
     assert known == {}
 
 
