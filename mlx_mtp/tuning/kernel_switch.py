@@ -384,7 +384,7 @@ def others_not_exact(model: Any) -> Lines:
     """Return the names of a model's operations that have no exact kernel."""
     modules = [module for _, module in model.named_modules()]
     attentions = [m for m in modules if "o_proj" in m]
-    selectable = model.runtime.adapters.names if isinstance(model, WithHeads) else ()
+    selectable = model.runtime.adapters.names if hasattr(model, "runtime") else ()
     found = {
         FORMATS: any(type(m) in (*LINEARS, nn.QQLinear) or tied(model, m) for m in modules),
         "attention": any(not isinstance(m, VerifyAttention) and not getattr(m, "latent", None) for m in attentions),
