@@ -1,6 +1,7 @@
 """Check a loaded model's rows: several rows of one pass, as a verify reads them, against the same rows alone."""
 
 import math
+import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -49,13 +50,18 @@ class RowCheck:
         self, model: Any, layout: Mapping[str, Any], contexts: Sequence[int], exact: bool | None, *, recalls: bool
     ):
         """exact: None on a GPU compares bits. recalls: begin with the findings of earlier checks."""
-        self.model, self.layout, self.contexts, self.recalls = model, layout, contexts, recalls
+        self._model = weakref.ref(model)  # the model's runtime holds this check: a cycle would delay its release
+        self.layout, self.contexts, self.recalls = layout, contexts, recalls
         self.exact = mx.default_device() != mx.cpu if exact is None else exact
         self.tokens: Sequence[int] = ()
         earlier, self.positions = model.runtime.row_check, stated_positions(model)
         self.before = earlier.before if earlier else model.runtime.rows
         self.weights, self.file = fingerprint(model, heads=False), RememberedFile("rows", {}, "")
         self.renew()
+
+    @property
+    def model(self) -> Any:
+        return self._model()
 
     def renew(self) -> None:
         """Begin again if other kernels are on than at the last call, with what was found for these."""
