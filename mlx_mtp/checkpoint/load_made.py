@@ -1,7 +1,6 @@
 """Load a family without a port as mlx-lm's own model, which drafts if a probe allows it; convert it with mlx-lm."""
 
 import contextlib
-import importlib
 import io
 import warnings
 from functools import partial
@@ -11,7 +10,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import convert as mlx_lm_convert
-from mlx_lm import utils as mlx_lm_utils
 
 from ..decoding.memory_needs import Budget
 from ..layers.blocks import place_blocks
@@ -21,7 +19,7 @@ from ..layers.noted import ModuleCall, note, noting, unnote
 from ..layers.scaled import scale_outputs
 from ..machine import atomic
 from ..machine.errors import one_line
-from ..models import port_names
+from ..models import find_family, port_names
 from ..models.config.normalize import normalize
 from ..models.config.rope_modules import apply_rope
 from ..ranks.group import Ranks
@@ -61,11 +59,10 @@ def load_made(
     an external drafter to attach that is no small model. ValueError for options of heads, an unknown model_type, a
     damaged checkpoint, a model that cannot be split, or too little memory, or a drafter that does not fit the model.
     """
-    name, overrides, heads = config["model_type"], drafting.mtp_overrides, drafting.mtp_path
-    source, why = f"model_type {name!r} has no MTP port", UNTESTED
-    if overrides and drafter is None:
-        lacks = f"the target's model_type {name!r} has no port with heads"
-        raise ValueError(f"mtp_overrides={overrides}: omit it; {lacks}; supported are {', '.join(port_names())}")
+    name, why = config["model_type"], UNTESTED
+    if drafting.mtp_overrides and drafter is None:
+        lacks = f"the target's model_type {name!r} has no port with heads; supported are {', '.join(port_names())}"
+        raise ValueError(f"mtp_overrides={drafting.mtp_overrides}: omit it; {lacks}")
     ignored: list[str] = []
     parts: list[tuple[Any, list[ModuleCall]]] = []
     with one_line(f"{path}: cannot be loaded", keep=True):
@@ -80,29 +77,38 @@ def load_made(
             if ranks:
                 _check_sums(model, name, parts)
             why = probe(model)
-    for option, value in (("draft_model", drafting.draft_model), ("mtp_path", heads)):
+    source = f"model_type {name!r} has no MTP port"
+    for option, value in (("draft_model", drafting.draft_model), ("mtp_path", drafting.mtp_path)):
         if why and value:
             raise ValueError(f"{option}={value}: omit it; model_type {name!r} decodes plainly: {why}")
-    if drafter is not None or heads:
-        if model.form.no_streams:
-            raise ValueError(f"{drafter or heads}: model_type {name!r} has no streams: {model.form.no_streams}")
-        if heads:
-            source = attach_new_head(model, Path(heads))
-        elif drafter is not None:
-            source, unused = attach_drafter(model, drafter, overrides)
-            ignored += unused
+    if drafter is not None or drafting.mtp_path:
+        source, unused = _attached(model, name, drafting, drafter)
+        ignored += unused
         budget.check(model, path)
+    elif drafting.mtp and not drafting.draft_model:
+        warnings.warn(f"{path}: {source}; {_without_drafts(why)}", NeverDrafts, stacklevel=4)
     facts = {"source": source, "norms": "mlx-lm's", "ignored": tuple(ignored), "port": _port_of(model, why)}
     model.runtime.report = make_report(model, config, ranks=ranks.size if ranks else 1, **facts)
-    if drafting.mtp and not (drafting.draft_model or heads):
-        how = f"decoding plainly, with mlx-lm's own model: {why}"
-        if why in (None, UNTESTED):
-            how = (
-                why
-                or "no drafts without --prompt-lookup (Python: prompt_lookup=True), which copies them from the text"
-            )
-        warnings.warn(f"{path}: {source}; {how}", NeverDrafts, stacklevel=4)
     return model
+
+
+def _attached(model: Any, name: str, drafting: Drafting, drafter: Path | None) -> tuple[str, tuple[str, ...]]:
+    """Attach the head in the file `mtp_path`, or a drafter; return its source and the names of its unused tensors."""
+    if model.form.no_streams:
+        raise ValueError(
+            f"{drafter or drafting.mtp_path}: model_type {name!r} has no streams: {model.form.no_streams}"
+        )
+    if drafter is not None:
+        return attach_drafter(model, drafter, drafting.mtp_overrides)
+    assert drafting.mtp_path
+    return attach_new_head(model, Path(drafting.mtp_path)), ()
+
+
+def _without_drafts(why: str | None) -> str:
+    """Return, for a warning, what a model without a drafter does. why: of `probe`, or UNTESTED."""
+    if why is None:
+        return "no drafts without --prompt-lookup (Python: prompt_lookup=True), which copies them from the text"
+    return why if why == UNTESTED else f"decoding plainly, with mlx-lm's own model: {why}"
 
 
 def _note_parts(model: Any, found: list[tuple[Any, list[ModuleCall]]], parts: list[Any]) -> None:
@@ -140,12 +146,9 @@ def _build(path: Path, config: dict, ports: str, ignored: list[str]) -> Any:
 
     ports: supported families, for messages. ValueError for an unknown model_type or quantization method.
     """
-    name = config["model_type"]
-    try:
-        family = importlib.import_module(f"mlx_lm.models.{mlx_lm_utils.MODEL_REMAPPING.get(name, name)}")
-    except (ModuleNotFoundError, SystemExit):  # one of mlx-lm's modules exits where a package is missing
-        reason = f"model_type {name!r} is unknown; known are {ports} and mlx-lm's"
-        raise ValueError(f"{path}/config.json: {reason}") from None
+    if (family := find_family(config)) is None:
+        reason = f"model_type {config['model_type']!r} is unknown; known are {ports} and mlx-lm's"
+        raise ValueError(f"{path}/config.json: {reason}")
     stored = read_stored(path)
     packed = recognize(path, config, stored.trunk, stored)
     overrides = {"quantization": {"group_size": 64, "bits": 4}, "quantization_config": {}} if packed else {}

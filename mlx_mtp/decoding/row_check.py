@@ -236,7 +236,9 @@ def prepare_rows(model: Any, layout: Mapping[str, Any], exact: bool | None = Non
     needed = exact = mx.default_device() != mx.cpu if exact is None else exact
     with suppress(OSError, RuntimeError):
         needed = needed or any(cache_directory("rows").glob("*.json"))
-    model.runtime.rows = 1 if exact and issubclass(type(model), Made) else None
+    if exact and issubclass(type(model), Made):
+        model.runtime.rows = 1
+        model.runtime.note(rows="not checked on several ranks, so nothing is drafted" if model.ranks else UNPROVEN)
     if needed and not model.ranks and not make_prompt_cache(model, num_draft_tokens=0).is_mlx_lm:
         model.runtime.row_check = RowCheck(model, layout, CONTEXTS, exact, recalls=True)
 

@@ -12,6 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache as mlx_lm_caches_of
 
 from ..cache.convolution import ConvolutionCache
 from ..cache.from_mlx_lm import kind_of
+from ..machine.errors import first_line
 from .blocks import BlockEmbedding, BlockLinear
 from .lm_head import logits_of
 from .noted import giving, input_of, modules_around_lists, note, noting, stream_of, unnote, with_stream
@@ -73,7 +74,7 @@ def take_form(model: Any, tokens: mx.array) -> None:
     try:
         _take_streams(model, tokens, rows)
     except (ValueError, TypeError, AttributeError, LookupError) as e:
-        model.form.layers, model.form.no_streams = (), str(e)
+        model.form.layers, model.form.no_streams = (), first_line(e)
 
 
 def _take_convolutions(model: Any, tokens: mx.array) -> None:
@@ -110,7 +111,7 @@ def _is_inner(model: Any, tokens: mx.array) -> bool:
     if mx.array_equal(rows, whole).item() or not mx.array_equal(model.logits(rows), whole).item():
         return False
     alone = mx.concatenate([model.logits(rows[:, i : i + 1]) for i in range(tokens.shape[1])], axis=1)
-    if distance(alone, whole) > CLOSE:
+    if not distance(alone, whole) <= CLOSE:  # NaN is no distance
         return False
     heads = (module for module in model.modules() if type(module) in HEADS and "weight" in module)
     fitting = (module for module in heads if module.weight.shape[0] == whole.shape[-1])

@@ -8,18 +8,15 @@ from types import SimpleNamespace
 import command_line
 import mlx.core as mx
 import pytest
-from metal_cases import linux_only
 from results import decode_result, profile_result, verify_result
 from trial_cases import WEIGHTS, fails, off_by_one_bit, stock, trial
 
 from mlx_mtp.bench import doctor, emulated_check
 from mlx_mtp.bench.compile_jobs import OPS
 from mlx_mtp.bench.doctor_page import page, table, verdict
-from mlx_mtp.bench.doctor_summary import REGISTERS, by_kernel, launched
-from mlx_mtp.bench.kernels_cases import SMALL
+from mlx_mtp.bench.doctor_summary import REGISTERS, by_kernel
 from mlx_mtp.emulator import compile as compiling
 from mlx_mtp.layers.runtime import Runtime
-from mlx_mtp.tuning.kernel_switch import trials
 
 COUNTED = {"op": "add_norm", "shape": "512", "rows": 4, "against": "error", "wrong": None}
 COUNTED |= {"launches": 1, "requested": 2048, "reread": 1.0}
@@ -305,34 +302,6 @@ def test_on_a_gpu_wrong_kernels_are_not_timed_and_failures_are_isolated(monkeypa
     assert "differs from one row alone" in wrong["wrong"]
     assert "no buffer" in failing["wrong"]
     assert wrong["ratio"] is failing["ratio"] is None
-
-
-@linux_only
-def test_the_emulator_checks_the_kernels_of_recurrences():
-    """Their cache must have the type of the rows, otherwise plain operations run instead."""
-    found = emulated_check.of_op("gated_delta_verify")
-    assert found["wrong"] is None
-    assert found["kernels"] == ["delta_inputs", "gated_delta_verify", "gated_norm"]
-    assert found["launches"] == 3
-
-
-@linux_only
-def test_the_emulator_finds_a_wrong_kernel(monkeypatch):
-    assert emulated_check.of_op("add_norm")["wrong"] is None
-    assert emulated_check.of_op("verify_qmm")["wrong"] is None
-    for op, wrong in (("add_norm", "errs by"), ("verify_qmm", "differs from one row alone")):
-        site = SMALL[op]()
-        ours = site.ours
-        site.ours = lambda x, ours=ours: [y * 1.05 for y in ours(x)]
-        monkeypatch.setitem(emulated_check.SMALL, op, lambda site=site: site)
-        assert wrong in emulated_check.of_op(op)["wrong"]
-
-
-def test_a_line_names_the_kernels_that_it_launches():
-    of = {op: launched(trials([SMALL[op]()], mx.bfloat16)[-1]) for op in ("add_norm", "verify_moe")}
-    assert of["add_norm"] == {"kernels": ["add_norm"], "splits": [], "most_threads": {}}
-    assert of["verify_moe"]["kernels"] == ["moe_down", "moe_glu", "moe_route"]
-    assert of["verify_moe"]["splits"] == ["moe_down", "moe_glu"]
 
 
 @pytest.mark.parametrize("missing", [(), ("bfloat16",)])

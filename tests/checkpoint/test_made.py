@@ -1,5 +1,7 @@
 """Make ports of mlx-lm's own models: drafts with mlx-lm's text, and models that the probe refuses."""
 
+import gc
+
 import block_drafters
 import drafters
 import families
@@ -19,6 +21,7 @@ import mlx_mtp
 from mlx_mtp.checkpoint.probe import probe
 from mlx_mtp.checkpoint.tuned import write_heads
 from mlx_mtp.layers.made import Made, Plain
+from mlx_mtp.layers.noted import NotedCalls
 from mlx_mtp.training import heads
 
 PROMPT = [1, 2, 3, 4, 5, 6] * 3 + [1, 2]
@@ -48,7 +51,9 @@ def test_drafts_do_not_change_the_text(made, monkeypatch, wrong):
 
 def test_copies_small_models_and_files(made, monkeypatch, tmp_path):
     model, text = made
-    assert text_of(model, prompt_lookup=True) == text
+    stats = mlx_mtp.Stats()
+    assert text_of(model, prompt_lookup=True, adaptive=False, stats=stats) == text
+    assert stats.lookup_drafted >= stats.lookup_accepted > 0
     cache = mlx_mtp.make_prompt_cache(model)
     assert text_of(model, n=9, prompt_lookup=True, prompt_cache=cache) == text[:9]
     mlx_mtp.save_prompt_cache(tmp_path / "cache.safetensors", cache)
@@ -59,13 +64,16 @@ def test_copies_small_models_and_files(made, monkeypatch, tmp_path):
 def test_copies_in_sessions_and_batches(made):
     """Without a drafter the default number of drafts, 0, does not exclude prompt lookup."""
     model, text = made
-    generator = mlx_mtp.BatchGenerator(model, max_tokens=TOKENS, prompt_lookup=True, stop_tokens=[])
+    stats = mlx_mtp.Stats()
+    options = {"prompt_lookup": True, "adaptive": False, "stats": stats}
+    generator = mlx_mtp.BatchGenerator(model, max_tokens=TOKENS, stop_tokens=[], **options)
     generator.insert([PROMPT])
     found = []
     while responses := generator.next_generated():
         found += [each.token for each in responses]
     generator.close()
     assert found == text
+    assert stats.lookup_drafted > 0
     texts = []
     for lookup in (True, False):
         session = make_session(model, prompt_lookup=lookup)
@@ -108,6 +116,11 @@ class ReadsAPromptAtOnce(starcoder2.Attention):
     def __call__(self, x, mask=None, cache=None):
         later = x.shape[1] > 1 and isinstance(cache.offset, int) and cache.offset > 0
         return super().__call__(x, mask, cache) * (1.5 if later else 1)
+
+
+class NotANumber(starcoder2.Attention):
+    def __call__(self, x, mask=None, cache=None):
+        return super().__call__(x, mask, cache) * mx.nan
 
 
 class Cache(mlx_lm_caches.KVCache):
@@ -161,6 +174,7 @@ def lying(outer=None, attention=None):
         ({"attention": Counts}, "differ"),
         ({"attention": OneRowDiffers}, "logits differ in a pass of one row"),
         ({"attention": ReadsAPromptAtOnce}, "logits differ in a pass of a prompt in chunks"),
+        ({"attention": NotANumber}, "logits differ"),
         ({"outer": OwnCache}, "its layers need a Cache, whose rows cannot be taken back"),
         ({"outer": WiderMask}, "its masks see 7 positions, its cache holds all"),
         ({"outer": MixesRows}, "differ"),
@@ -170,6 +184,7 @@ def test_a_model_that_lies_decodes_plainly(lie, why):
     model = lying(**lie)
     assert why in probe(model)
     assert not isinstance(model, Made)
+    assert not any(isinstance(module, NotedCalls) for module in model.modules())
 
 
 def test_logits_that_the_rows_do_not_make_are_the_rows():
@@ -250,3 +265,16 @@ def streams(reference, tokens, taps):
     layers = reference.model.layers
     found = [layers[0].read, *(layer.returned for layer in layers)]
     return mx.concatenate([found[i] for i in taps], axis=-1)
+
+
+def test_a_probe_leaves_no_arrays_of_its_caches():
+    gc.collect()
+    model = lying()
+    mx.eval(model.parameters())
+    before = mx.get_active_memory()
+    gc.disable()
+    try:
+        assert probe(model) is None
+        assert mx.get_active_memory() - before < 20_000  # outputs of layers; one cache has more
+    finally:
+        gc.enable()

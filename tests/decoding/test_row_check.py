@@ -1,26 +1,22 @@
 """Rows of one pass are compared with the same rows alone: a module that depends on their number limits the drafts."""
 
 import importlib
-import json
-import re
 
 import families
 import mlx.core as mx
 import portless
 import pytest
-from letter_chats import VOCAB, answer, make_session
+from dependent_rows import depending
 from masked import of_letters, ours
 from sweep import paired, sampled
 
 import mlx_mtp
 from mlx_mtp.cache.layer_cache import CONTEXTS
-from mlx_mtp.cache.mlx_lm_caches import MlxLmCaches
 from mlx_mtp.decoding import row_check
 from mlx_mtp.decoding.row_check import LM_HEAD, OPERATIONS, TAKE_BACK, RowCheck, prepare_rows
-from mlx_mtp.tuning import module_calls, verdict_file
-from mlx_mtp.tuning.idle_trials import IdleTrials
+from mlx_mtp.tuning import module_calls
 from mlx_mtp.tuning.module_calls import calls_of
-from mlx_mtp.tuning.row_findings import NUMBERS, RowFinding, recalled
+from mlx_mtp.tuning.row_findings import NUMBERS, RowFinding
 
 PROMPT = [1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2, 2, 1, 3, 0]
 NEAR = (0, 20)  # as few rows as wrap the window
@@ -45,26 +41,6 @@ def checkpoints(tmp_path_factory):
 @pytest.fixture
 def model(checkpoints):
     return mlx_mtp.load_model(checkpoints("mimo_v2_flash"))
-
-
-def depending(module, first, size=0.05, before=False):
-    """Make a module's result, or its input, depend on whether it gets at least `first` rows."""
-    kind = type(module)
-
-    def call(self, x, *args, **kwargs):
-        factor = 1 + size * (x.shape[-2] >= first)
-        return (
-            kind.__call__(self, x * factor, *args, **kwargs)
-            if before
-            else _scaled(kind, self, x, args, kwargs, factor)
-        )
-
-    module.__class__ = type(kind.__name__, (kind,), {"__call__": call})
-
-
-def _scaled(kind, self, x, args, kwargs, factor):
-    made = kind.__call__(self, x, *args, **kwargs)
-    return (made[0] * factor, *made[1:]) if isinstance(made, tuple) else made * factor
 
 
 def found_in(model, path):
@@ -279,6 +255,16 @@ def test_a_made_port_drafts_on_a_gpu_after_its_check(tmp_path):
     assert model.runtime.row_check.before == model.runtime.rows == 1
 
 
+@pytest.mark.filterwarnings("ignore::mlx_mtp.checkpoint.cure.NeverDrafts")
+def test_a_made_port_on_several_gpus_does_not_draft(tmp_path, monkeypatch):
+    """The check does not run there, and the report states the reason."""
+    model = mlx_mtp.load_model(families.headless(tmp_path, portless.CONFIGS["starcoder2"])[0])
+    monkeypatch.setattr(model.runtime, "ranks", type("Ranks", (), {"size": 2})())
+    prepare_rows(model, {}, exact=True)
+    assert model.runtime.most_drafts() == 0
+    assert "rows       not checked on several ranks, so nothing is drafted" in str(model.report)
+
+
 @pytest.mark.parametrize(
     ("rows", "options"), paired([1, 4, 8, 2], [{}, {"compile_cycles": True}, {"prompt_lookup": True}])
 )
@@ -337,124 +323,3 @@ def test_a_large_prompt_releases_the_caches_of_a_check(model, machine):
     steps = mlx_mtp.generate_step([1] * 5000, model, max_tokens=1)
     assert check._passes is None
     steps.close()
-
-
-def test_findings_are_kept_for_later_loads(checkpoints, own_cache, monkeypatch):
-    path = checkpoints("mimo_v2_flash")
-    model = mlx_mtp.load_model(path)
-    assert model.runtime.row_check is None
-    model.runtime.row_check = check = RowCheck(model, {}, CONTEXTS, None, recalls=True)
-    check.found |= {1: RowFinding(4, "model.layers.1"), 1024: RIGHT}
-    check.file.keep(found=check.found)
-    later = mlx_mtp.load_model(path)
-    assert later.runtime.rows == 4
-    assert "(with 8 rows model.layers.1 differs)" in later.report.rows
-    assert later.runtime.row_check.found == check.found
-    with monkeypatch.context() as patch:
-        patch.setattr(verdict_file, "MLX_VERSION", "0.0.1")
-        assert mlx_mtp.load_model(path).runtime.rows is None
-    depending(model.layers[1].self_attn.q_proj, 2)  # the same weights in a module of another class
-    prepare_rows(model, {})
-    assert model.runtime.row_check.found == {}
-    prepare_rows(later, {"kv_bits": 8})
-    assert later.runtime.row_check.found == {}
-    other = mlx_mtp.load_model(checkpoints("mimo_v2_flash", seed=1))
-    assert other.runtime.rows is None
-
-
-@pytest.mark.parametrize(
-    "found", [{"1": [3, ""]}, {"1": [True, ""]}, {"x": [4, ""]}, {"1": [4]}, {"1": [4, 0]}, {"1": 4}, [], None]
-)
-def test_a_damaged_file_has_no_findings(model, own_cache, found):
-    check = RowCheck(model, {}, NEAR, None, recalls=True)
-    check.file.keep(found={1: RIGHT})
-    assert recalled(check.file) == {1: RIGHT}
-    (file,) = (own_cache / "rows").iterdir()
-    file.write_text(json.dumps({**json.loads(file.read_text()), "found": found}))
-    assert recalled(check.file) == ({1: RowFinding(4)} if found == {"1": [4]} else {})
-
-
-def test_other_kernels_begin_the_check_again(model, monkeypatch):
-    from types import SimpleNamespace
-
-    check = RowCheck(model, {}, NEAR, True, recalls=False)
-    for _ in range(30):
-        check.step()
-    assert check.found
-    check.renew()
-    assert check.found
-    site = SimpleNamespace(op="qmm", shape="8x8", rows={2}, split=set(), rows_of_context={})
-    monkeypatch.setattr(model.runtime, "sites", [site])
-    check.renew()
-    assert check.found == {}
-    assert check.step()
-
-
-def test_idle_time_is_used_and_interrupted(model):
-    model.runtime.rows = 1
-    check = RowCheck(model, {}, NEAR, True, recalls=False)
-    with IdleTrials(model, check) as idle:
-        idle.thread.join(60)
-    assert model.runtime.rows is None
-    with IdleTrials(model, check) as idle:
-        assert idle.thread is None
-    again = RowCheck(model, {}, NEAR, True, recalls=False)
-    with IdleTrials(model, again):
-        pass
-    assert not again.done
-    with IdleTrials(model, RowCheck(model, {}, NEAR, False, recalls=False)) as idle:
-        assert idle.thread is None  # not on a CPU
-
-
-def test_an_error_ends_a_check_with_a_warning(model, monkeypatch):
-    model.runtime.rows = 1
-    check = RowCheck(model, {}, NEAR, True, recalls=False)
-    monkeypatch.setattr(row_check, "evaluated", lambda *_: [][1])
-    with pytest.warns(UserWarning, match=r"^rows are not checked: IndexError"), IdleTrials(model, check) as idle:
-        idle.thread.join()
-    assert check.done
-    assert model.runtime.rows == 1
-    assert model.report.rows.startswith("not covered: context 1, 20 (IndexError: list index out of range); ")
-
-
-def test_a_chat_checks_rows_after_its_first_answer(tiny_models, monkeypatch):
-    model, _ = tiny_models(2, vocab_size=len(VOCAB))
-    monkeypatch.setattr(model, "runtime", type(model.runtime)(report=model.report))
-    model.runtime.row_check = check = RowCheck(model, {}, NEAR, True, recalls=False)
-    session = make_session(model)
-    with session.idle() as idle:
-        assert idle.thread is None
-    first = answer(session, "abc")
-    with session.idle() as idle:
-        assert idle.thread
-    assert check.tokens == session.cache.tokens
-    other = make_session(tiny_models(2, vocab_size=len(VOCAB))[0])
-    assert [first, answer(session, "d")] == [answer(other, "abc"), answer(other, "d")]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "options", "message"),
-    [
-        ([99], {}, "prompt: 99 is not a token id between 0 and 12"),
-        ([1.5], {}, "prompt: an array of float64; expected token ids, which are integers"),
-        ([], {"contexts": []}, "contexts=[]: allowed are one or more numbers of tokens"),
-        ([], {"contexts": (-1, 3)}, "contexts=(-1, 3): allowed are one or more numbers of tokens"),
-        ([], {"kv_bits": 7}, "kv_bits=7: "),
-    ],
-)
-def test_wrong_arguments_are_refused(model, tokens, options, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        mlx_mtp.check_rows(model, tokens, **options)
-
-
-def test_what_has_no_rows_to_check(model, monkeypatch):
-    monkeypatch.setattr(model, "windows", lambda: [MlxLmCaches])
-    assert mlx_mtp.check_rows(model) == {}
-    prepare_rows(model, {}, exact=True)
-    assert model.runtime.row_check is None
-
-
-def test_ranks_are_refused(model, monkeypatch):
-    monkeypatch.setattr(model.runtime, "ranks", type("Ranks", (), {"size": 2})())
-    with pytest.raises(ValueError, match=r"^check_rows: not on 2 ranks$"):
-        mlx_mtp.check_rows(model)

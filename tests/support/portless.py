@@ -11,6 +11,19 @@ SIZES = {
     "rope_theta": 1e4,
     "max_position_embeddings": 4096,
 }
+MAMBA2 = {
+    "num_heads": 4,
+    "head_dim": 16,
+    "state_size": 8,
+    "conv_kernel": 4,
+    "n_groups": 1,
+    "layer_norm_epsilon": 1e-5,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "tie_word_embeddings": True,
+    "time_step_limit": [0.0, 1e9],
+    "time_step_rank": "auto",
+}
 CONFIGS = {
     "starcoder2": {**SIZES, "model_type": "starcoder2", "norm_epsilon": 1e-5},
     "gpt_oss": {
@@ -22,21 +35,7 @@ CONFIGS = {
         "head_dim": 16,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
-    "mamba2": {
-        **SIZES,
-        "model_type": "mamba2",
-        "num_heads": 4,
-        "head_dim": 16,
-        "state_size": 8,
-        "conv_kernel": 4,
-        "n_groups": 1,
-        "layer_norm_epsilon": 1e-5,
-        "use_bias": False,
-        "use_conv_bias": True,
-        "tie_word_embeddings": True,
-        "time_step_limit": [0.0, 1e9],
-        "time_step_rank": "auto",
-    },
+    "mamba2": {**SIZES, **MAMBA2, "model_type": "mamba2"},
 }
 
 ADAPTER = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": {"rank": 4, "scale": 40.0, "dropout": 0.0}}

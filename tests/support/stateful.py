@@ -5,6 +5,7 @@ import importlib
 import families
 import mlx.core as mx
 from mlx.utils import tree_flatten
+from portless import MAMBA2 as OF_MAMBA2
 
 from mlx_mtp.checkpoint.probe import probe
 from mlx_mtp.layers.made import Plain
@@ -41,19 +42,7 @@ LONGCAT = {
 }
 OF_TYPE = {
     "mamba": {"use_bias": False, "use_conv_bias": True, "conv_kernel": 4, "state_size": 8, "time_step_rank": 4},
-    "mamba2": {
-        "num_heads": 4,
-        "head_dim": 16,
-        "state_size": 8,
-        "conv_kernel": 4,
-        "n_groups": 1,
-        "layer_norm_epsilon": 1e-5,
-        "use_bias": False,
-        "use_conv_bias": True,
-        "tie_word_embeddings": True,
-        "time_step_limit": [0.0, 1e9],
-        "time_step_rank": "auto",
-    },
+    "mamba2": OF_MAMBA2,
     "jamba": {
         "attn_layer_offset": 1,
         "attn_layer_period": 2,
