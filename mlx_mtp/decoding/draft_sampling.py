@@ -2,7 +2,7 @@
 
 greedy:    the likeliest token d, which is accepted with the target's probability of it, p(d).
 coupled:   a draw from the drafter's distribution, filtered like the target's, with the noise of the target's own draw
-           at that position (`gumbel_max`); accepted if both draws give the same token. The output is always the
+           at that position (`choose_rows`); accepted if both draws give the same token. The output is always the
            target's own draws, so that a seed gives the same tokens with any drafts.
 
 With a user's sampler, and at temperature 0, drafts are greedy. Processors change the target's rows only.
@@ -13,16 +13,17 @@ from typing import NamedTuple, Protocol, cast
 
 import mlx.core as mx
 
+from ..kernels import choose_rows
 from ..layers.lm_head import NormedRows
 from ..layers.target import Target
 from .masks import masked
 from .members import Members
 from .run import NO_DRAFTS, Drafts
-from .sampling import Picker, Sampling, key_at, whole_rows
+from .sampling import Picker, Sampling, whole_rows
 
 
 class Draft(NamedTuple):
-    """A drafted token of each sequence, int32 [n, 1]; its probability, float32 [n, 1], if requested."""
+    """Drafted tokens of each sequence, int32 [n, 1] or [n, k]; their probabilities, float32, if requested."""
 
     token: mx.array
     confidence: mx.array | None = None
@@ -30,10 +31,6 @@ class Draft(NamedTuple):
 
 class DraftOutput(Protocol):
     """A drafter's output for each sequence's next token, from which a `DraftChooser` chooses."""
-
-    def of(self, sequence: int) -> "DraftOutput":
-        """Return the output of one sequence. sequence: its index, from 0."""
-        ...
 
     def likeliest(self) -> mx.array:
         """Return the likeliest tokens, int32 [n, 1]."""
@@ -54,9 +51,6 @@ class HeadOutput(NamedTuple):
     model: Target
     depth: int
     rows: mx.array
-
-    def of(self, sequence: int) -> "HeadOutput":
-        return self._replace(rows=self.rows[sequence : sequence + 1])
 
     def choice(self) -> NormedRows | None:
         return self.model.draft_rows(self.depth, self.rows)
@@ -91,11 +85,6 @@ class LogitRow(NamedTuple):
     tokens: mx.array | None
     vocab: int
 
-    def of(self, sequence: int) -> "LogitRow":
-        one = slice(sequence, sequence + 1)
-        tokens = self.tokens if self.tokens is None or self.tokens.ndim == 1 else self.tokens[one]
-        return self._replace(scores=self.scores[one], tokens=tokens)
-
     def likeliest(self) -> mx.array:
         """Return the likeliest tokens, int32 [n, 1]."""
         best = mx.argmax(self.scores, axis=-1, keepdims=True)
@@ -114,35 +103,39 @@ class LogitRow(NamedTuple):
 
 @dataclass(frozen=True)
 class DraftChooser:
-    """Chooses one sequence's drafts from a drafter's output.
+    """Chooses the drafts of n sequences from a drafter's output.
 
-    mode: of `sampling.DRAFT_SAMPLING`. options, key: those of the target's draws. confidence: return each token's
-    probability too. A coupled draw by temperature alone then needs the logits instead of the LM head's kernel.
+    options: of each sequence's draws; temperature 0 for greedy drafts. keys: those of the targets' draws, uint32
+    [n, 2]. confidence: return each token's probability too.
     """
 
-    mode: str
-    options: Sampling
-    key: mx.array
+    options: tuple[Sampling, ...]
+    keys: mx.array
     confidence: bool = False
 
     @classmethod
-    def of(cls, picker: Picker, *, confidence: bool = False) -> "DraftChooser":
-        """Return the chooser for a sequence whose target's tokens are chosen by `picker`.
+    def of(cls, *pickers: Picker, confidence: bool = False) -> "DraftChooser":
+        """Return the chooser for sequences whose targets' tokens are chosen by `pickers`.
 
-        The chooser is greedy if the picker has a user's sampler or takes the likeliest tokens; else its mode is the
-        picker's `draft_sampling`.
+        A sequence's drafts are greedy if its picker has a user's sampler or the `draft_sampling` "greedy".
         """
-        draws = picker.sampler is None and not picker.options.greedy
-        return cls(picker.draft_sampling if draws else "greedy", picker.options, picker.key, confidence)
+        coupled = (picker.sampler is None and picker.draft_sampling == "coupled" for picker in pickers)
+        options = (p.options if draws else Sampling() for p, draws in zip(pickers, coupled, strict=True))
+        return cls(tuple(options), mx.stack([picker.key for picker in pickers]), confidence)
 
     @property
-    def likeliest(self) -> bool:
-        """Whether this chooser returns the likeliest token, without its probability."""
-        return self.mode == "greedy" and not self.confidence
+    def greedy(self) -> bool:
+        """Whether all drafts are the likeliest tokens."""
+        return all(options.greedy for options in self.options)
+
+    @property
+    def by_temperature(self) -> bool:
+        """Whether there is one sequence, whose drafts are draws by temperature alone."""
+        return len(self.options) == 1 and not self.greedy and self.options[0].unfiltered
 
     def __call__(self, output: DraftOutput, position: mx.array) -> Draft:
-        """Return the `Draft` for an output of one sequence. position: that of the draft, int32 [1]."""
-        if self.likeliest:
+        """Return the `Draft` for an output. position: of each sequence's draft, int32 [n]."""
+        if self.greedy and not self.confidence:
             return Draft(output.likeliest())
         rows = output.choice()
         choice = None if rows is None else self._without_logits(rows, cast(HeadOutput, output), position)
@@ -150,47 +143,46 @@ class DraftChooser:
 
     def _without_logits(self, rows: NormedRows, output: HeadOutput, position: mx.array) -> Draft | None:
         """Return the draft chosen from `rows`; None if options, confidence or the head's vocabulary need logits."""
-        size = rows.head.module.weight.shape[0]
-        if self.mode == "coupled" and self.options.unfiltered:
-            # The kernel draws noise per row of its weights: equal to the target's only for the same vocabulary.
-            plain = not self.confidence and output.known(size) is None
-            return Draft(rows.draw(self.key, position, self.options.temp)[:, None]) if plain else None
-        n = 1 if self.mode == "greedy" else min(self.options.top, size)
-        if n == 0:
+        if self.greedy:
+            values, indices, total = rows.top(1)
+            return Draft(output.token(indices).astype(mx.int32), mx.exp(values - total[:, None]))
+        # The kernel draws noise per row of its weights: equal to the target's only for the same vocabulary.
+        same = output.known(rows.head.module.weight.shape[0]) is None
+        if self.confidence or not self.by_temperature or not same:
             return None
-        values, indices, total = rows.top(n)
-        logprobs, tokens = values - total[:, None], output.token(indices)
-        token = tokens[:, :1]
-        if self.mode == "coupled":
-            top, size = (values, tokens, total), output.model.vocab_size
-            token = rows.draw_top(top, self.key, position, **self.options.filters, vocab_size=size)[:, None]
-        chance = (mx.exp(logprobs) * (tokens == token)).sum(axis=-1, keepdims=True) if self.confidence else None
-        return Draft(token.astype(mx.int32), chance)
+        return Draft(rows.draw(self.keys[0], position, self.options[0].temp)[:, None])
 
     def from_logits(self, logits: mx.array, position: mx.array) -> Draft:
-        """Return the draft from logits [1, V] in the target's vocabulary. position: that of the draft, int32 [1].
+        """Return the draft from logits [n, V] in the target's vocabulary. position: of each draft, int32 [n]."""
+        return self.from_rows(logits[:, None], position)
+
+    def from_rows(self, logits: mx.array, position: mx.array) -> Draft:
+        """Return k drafts of each sequence, a `Draft` of [n, k], from logits [n, k, V]; position: of the first, [n].
 
         The probability, if requested, is at temperature 1 and without filters.
         """
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        greedy = self.mode == "greedy"
-        token = mx.argmax(logprobs, axis=-1) if greedy else self.options.draw(logprobs, key_at(self.key, position))
-        token = token[:, None].astype(mx.int32)
-        chance = mx.exp(mx.take_along_axis(logprobs, token, axis=-1).astype(mx.float32)) if self.confidence else None
-        return Draft(token, chance)
+        if self.greedy:
+            tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
+        else:
+            tokens = choose_rows(logits, self.options, self.keys, position)
+        if not self.confidence:
+            return Draft(tokens)
+        chosen = mx.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+        return Draft(tokens, mx.exp((chosen - mx.logsumexp(logits, axis=-1)).astype(mx.float32)))
 
 
 class Choosers:
-    """Chooses the drafts of all sequences of a step: greedy ones without confidence in one operation.
+    """Chooses the drafts of all sequences of a step, in which they may be masked.
 
     members: one per slot, None for a free slot. allowed: masks of the tokens that may be drafted, int32 [k, n, words]
     by depth; None if any may. confidence: choices contain each draft's probability too.
     """
 
     def __init__(self, members: Members, allowed: mx.array | None = None, *, confidence: bool = False):
-        self.n, self.allowed = len(members), allowed
-        every = {i: DraftChooser.of(m.picker, confidence=confidence) for i, m in enumerate(members) if m is not None}
-        self.drawn = {i: chooser for i, chooser in every.items() if not chooser.likeliest}
+        self.allowed = allowed
+        pickers = [Picker() if member is None else member.picker for member in members]
+        self.chooser = DraftChooser.of(*pickers, confidence=confidence)
+        self._used = mx.array([[float(member is not None)] for member in members]) if confidence else None
 
     @property
     def masked(self) -> bool:
@@ -205,17 +197,15 @@ class Choosers:
         if self.allowed is not None:
             scores = masked(output.logits(), self.allowed[depth])
             output = LogitRow(scores, None, scores.shape[-1])
-        if not self.drawn:
-            return Draft(output.likeliest())
-        if self.n == 1:
-            return self.drawn[0](output, position)
-        likeliest = mx.split(output.likeliest(), self.n)
-        each = [Draft(token, mx.zeros((1, 1))) for token in likeliest]  # a free slot has confidence 0
-        for i, chooser in self.drawn.items():
-            each[i] = chooser(output.of(i), position[i : i + 1])
-        tokens = mx.concatenate([choice.token for choice in each])
-        chances = [choice.confidence for choice in each if choice.confidence is not None]
-        return Draft(tokens, mx.concatenate(chances) if len(chances) == self.n else None)
+        return self._without_free(self.chooser(output, position))
+
+    def rows(self, logits: mx.array, position: mx.array) -> Draft:
+        """Return k drafts of each sequence, as `DraftChooser.from_rows`; not for masked ones."""
+        assert not self.masked
+        return self._without_free(self.chooser.from_rows(logits, position))
+
+    def _without_free(self, draft: Draft) -> Draft:
+        return draft if draft.confidence is None else draft._replace(confidence=draft.confidence * self._used)
 
 
 def joined(choices: list[Draft]) -> Drafts:

@@ -31,3 +31,11 @@ def masked(logits: mx.array, mask: mx.array) -> mx.array:
     if allowed.shape != logits.shape:
         allowed = allowed[:, : logits.shape[-1]]
     return mx.where(allowed, logits, -mx.inf)
+
+
+def stacked(masks: Masks, rows: int) -> mx.array | None:
+    """Return the masks of n sequences of R rows, int32 [n * R, words], None as all tokens; None without any."""
+    some = next((mask for mask in masks if mask is not None), None)
+    if some is None:
+        return None
+    return mx.concatenate([mx.full((rows, some.shape[-1]), -1, mx.int32) if mask is None else mask for mask in masks])

@@ -1,15 +1,23 @@
-"""Choose the target's tokens of n sequences, each independently of the others."""
+"""Choose the target's tokens of n sequences, all rows at once, each sequence independently of the others.
 
+An LM head's kernel chooses without writing logits where it can. Else logits are written once, rules and masks change
+them in one launch, and another one chooses. Only a caller's own functions run row by row, for their own sequence.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
-from ..kernels import KernelRefused
+from ..kernels import choose_rows
 from ..layers.target import Target
-from .masks import Masks
+from .callers import Logprobs, processed, with_logprobs
+from .logit_rules import changed
+from .masks import Masks, stacked
 from .members import Members
+from .sampling import Picker
 
-Logprobs = tuple[mx.array | None, ...] | None
+FREE = Picker()  # of a free slot
 
 
 def pick(
@@ -25,37 +33,36 @@ def pick(
     position: of each sequence's first token, int32 [n], or an int if n = 1. drafts: [n, R-1], None if R = 1. masks:
     (): no sequence has a grammar. An error of a sequence's own sampler or processor goes to its `fail`.
     """
-    n, rows = hidden.shape[:2]
-    masks = masks or [None] * n
-    own = {i: member for i, member in enumerate(members) if member is not None}
-    sampled = {i: member for i, member in own.items() if masks[i] is not None or not member.picker.plain}
-    if not sampled:
-        return likeliest(model, hidden), None
-    logits = model.logits(hidden) if n > 1 and model.choice(hidden) is None else None
-    each: Any = [mx.zeros((1, rows), mx.int32)] * n if len(sampled) == n else None
-    each = each or mx.split(likeliest(model, hidden, logits), n)
-    found: list[mx.array | None] = [None] * n
-    for i, member in sampled.items():
-        draft = mx.array([], mx.int32) if drafts is None else drafts[i]
-        at, choose = position if n == 1 else position[i : i + 1], member.picker.pick
-        try:
-            if logits is None:
-                tokens, found[i] = choose(model, hidden[i : i + 1], at, member.history.tokens, draft, masks[i])
-            else:
-                tokens, found[i] = member.picker(logits[i], at, member.history.tokens, draft, masks[i])
-        except KernelRefused:
-            raise
-        except Exception as e:  # raised by the user's sampler or processor; this sequence's row is not used
-            member.fail(e)
-            continue
-        each[i] = tokens[None]
-    logprobs = tuple(found) if any(row is not None for row in found) else None
-    return mx.concatenate(each) if n > 1 else each[0], logprobs
+    masks = masks or [None] * len(members)
+    pickers = [FREE if member is None else member.picker for member in members]
+    if (tokens := by_head(model, hidden, position, pickers, masks)) is not None:
+        return tokens, None
+    histories = [None if member is None else member.history.tokens for member in members]
+    early = [None if picker.callers else mask for picker, mask in zip(pickers, masks, strict=True)]
+    logits = changed(model.logits(hidden), [picker.rules for picker in pickers], histories, drafts, early)
+    at = mx.array(position).reshape(-1)
+    if any(picker.callers for picker in pickers):
+        logits = processed(logits, members, drafts, masks)
+    if all(picker.options.greedy for picker in pickers):
+        tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
+    else:
+        keys = mx.stack([picker.key for picker in pickers])
+        tokens = choose_rows(logits, [picker.options for picker in pickers], keys, at)
+    if not any(picker.sampler or picker.logprobs for picker in pickers):
+        return tokens, None
+    return with_logprobs(tokens, logits, members, at)
 
 
-def likeliest(model: Target, hidden: mx.array, logits: mx.array | None = None) -> mx.array:
-    """Return the likeliest tokens [n, R] after hidden rows [n, R, H]; logits: those of these rows, if computed."""
-    choice = model.choice(hidden) if logits is None else None
-    if choice is not None:
-        return choice.greedy().reshape(hidden.shape[:2])
-    return mx.argmax(model.logits(hidden) if logits is None else logits, axis=-1).astype(mx.int32)
+def by_head(
+    model: Target, hidden: mx.array, position: Any, pickers: Sequence[Picker], masks: Masks
+) -> mx.array | None:
+    """Return the tokens [n, R] that a kernel of the LM head chooses without writing logits; None if it cannot."""
+    greedy = all(picker.options.greedy for picker in pickers)
+    if not all(picker.by_head for picker in pickers) or not (greedy or len(pickers) == 1):
+        return None
+    rows = model.choice(hidden)
+    if rows is None:
+        return None
+    mask = stacked(masks, hidden.shape[1])
+    tokens = rows.greedy(mask) if greedy else rows.draw(pickers[0].key, position, pickers[0].options.temp, mask)
+    return tokens.reshape(hidden.shape[:2])

@@ -13,14 +13,14 @@ from sweep import sampled
 
 import mlx_mtp
 from mlx_mtp import emulator
+from mlx_mtp.decoding.members import Single
+from mlx_mtp.decoding.pick import pick
 from mlx_mtp.decoding.sampling import Picker, Sampling
-from mlx_mtp.kernels.draw_top import draw_top_ref
 from mlx_mtp.layers import with_heads
 from mlx_mtp.layers.lm_head import LMHeadSite, place_heads
 from mlx_mtp.tuning import ab_test
 
 PROMPT = [1, 2, 3, 4, 1]
-FILTERS = [{}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_p": 0.7, "min_p": 0.05}, {"top_p": 0.02}]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_drafts_do_not_change_the_tokens(step, heads, options):
                 found = text(step, k, **options)
             kernels |= {launch.kernel for launch in launches}
             assert found == expected
-    assert kernels == {"verify_head_dense", "verify_head_merge"} | ({"draw_top"} if "top_k" in options else set())
+    assert kernels == ({"choose_rows"} if "top_k" in options else {"verify_head_dense", "verify_head_merge"})
 
 
 @linux_only
@@ -69,7 +69,7 @@ def test_no_logits_are_computed(step, heads, monkeypatch):
     monkeypatch.setattr(with_heads, "logits_of", None)
     monkeypatch.setattr(LMHeadSite, "logits", None)
     with emulator.emulated(emulator.Options(traffic=False)):
-        for options in ({}, {"temp": 1.0}, {"temp": 1.0, "top_k": 5}):
+        for options in ({}, {"temp": 1.0}):
             assert len(text(step, 2, **options)) == 7
 
 
@@ -79,52 +79,22 @@ def test_heads_are_off_at_first(step, heads):
     assert text(step, 2) == text(step, 0)
 
 
-class NeedsLogits(Exception):
-    def __init__(self, hidden):
-        super().__init__()
-
-    @classmethod
-    def throw(cls, hidden):
-        raise cls(hidden)
-
-
 NEEDING = [
     Picker(processors=[lambda tokens, logits: logits]),
     Picker(logprobs=True),
     Picker(sampler=lambda logprobs: mx.argmax(logprobs, axis=-1)),
-    Picker(Sampling(temp=1.0, top_p=0.9)),
-    Picker(Sampling(temp=1.0, min_p=0.1)),
-    Picker(Sampling(temp=1.0, top_k=65)),
+    *(Picker(Sampling(temp=1.0, **filters)) for filters in ({"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 3})),
     Picker(Sampling(temp=1.0, xtc_probability=0.5)),
-    Picker(Sampling(temp=1.0, top_k=3, xtc_probability=0.5)),
-    Picker(Sampling(temp=1.0, top_k=3, min_p=0.1, min_tokens_to_keep=2)),
 ]
 
 
 @pytest.mark.parametrize("picker", NEEDING)
 def test_options_that_need_logits_get_them(picker):
-    """Processors, logprobs, a user's sampler, and filters that read the whole distribution."""
-    model = SimpleNamespace(logits=NeedsLogits.throw, choice=None)
-    with pytest.raises(NeedsLogits):
-        picker.pick(model, mx.zeros((1, 1, 4)), 0, [], mx.zeros(0, mx.int32))
-
-
-@pytest.mark.parametrize("filters", FILTERS)
-def test_draws_from_the_top_equal_draws_from_the_whole_row(filters):
-    """With the filters that precede top-k and read the whole distribution: token by token, ties included."""
-    sampling = Sampling(temp=0.8, top_k=6, **filters)
-    found, expected = [], []
-    for seed in range(60):
-        logits = mx.random.normal((1, 50), key=mx.random.key(seed)) * 3
-        logits = mx.round(logits) if seed % 3 == 0 else logits
-        key, total = mx.random.key(seed + 100), mx.logsumexp(logits, axis=-1, keepdims=True)
-        expected.append(sampling.draw(logits - total, key).item())
-        tokens = mx.argsort(-logits, axis=-1)[:, : sampling.top]
-        kept = mx.take_along_axis(logits, tokens, axis=-1) - total
-        top = kept, tokens, mx.zeros(1)
-        found.append(draw_top_ref(top, key, 0, **sampling.filters, vocab_size=50).item())
-    assert found == expected
-    assert len(set(found)) > 10
+    """Processors, logprobs, a user's sampler, and filters."""
+    hidden, asked = mx.zeros((1, 1, 4)), []
+    model = SimpleNamespace(logits=lambda rows: asked.append(rows) or mx.zeros((1, 1, 8)), choice=None)
+    pick(model, hidden, 0, None, [Single(picker)])
+    assert asked == [hidden]
 
 
 def is_head(path, module):

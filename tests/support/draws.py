@@ -1,10 +1,10 @@
-"""Enumerate all paths of a generation's random draws, and the exact probabilities of its outputs."""
+"""Draw one row as mlx-lm's filters do, and enumerate all paths of a generation's random draws."""
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
-from mlx_mtp.decoding import sampling
+from mlx_mtp.decoding import pick
 from mlx_mtp.decoding.sampling import Sampling
 
 SAMPLERS = {
@@ -19,6 +19,17 @@ SAMPLERS = {
 }
 
 
+def draw(options: Sampling, logprobs, key):
+    """Return a token [1] for one row of logprobs [1, V] by mlx-lm's filters, in its order, and noise of the key."""
+    if options.greedy:
+        return mx.argmax(logprobs, axis=-1)
+    coin, dice = mx.random.split(key)
+    parts = dict(parts_of(logprobs, options))
+    kept = parts[mx.random.uniform(key=coin).item() < options.xtc_probability]
+    scores = kept.astype(mx.float32) * (1.0 / options.temp) + mx.random.gumbel(logprobs.shape, key=dice)
+    return mx.argmax(scores, axis=-1)
+
+
 class Draws:
     """Replaces random draws: follows a path of choices and multiplies their probabilities."""
 
@@ -26,8 +37,7 @@ class Draws:
         self.path, self.sizes, self.xtc = [], [], xtc
 
     def stand_in(self, monkeypatch):
-        monkeypatch.setattr(sampling, "gumbel_max", self.gumbel_max)
-        monkeypatch.setattr(mx.random, "uniform", self.uniform)
+        monkeypatch.setattr(pick, "choose_rows", self.choose_rows)
 
     def restart(self):
         self.taken, self.probability = 0, 1.0
@@ -45,11 +55,15 @@ class Draws:
     def gumbel_max(self, scores, key=None):
         return mx.array([self.choose(np.array(mx.softmax(scores.astype(mx.float32), axis=-1))[0])])
 
-    def uniform(self, *bounds, key=None):
-        """0 with the XTC probability, else 1; mlx-lm's own call (with bounds) is cut off by its probability 1."""
-        if bounds:
-            return mx.array(0.5)
-        return mx.array(float(self.choose([self.xtc, 1 - self.xtc])))
+    def choose_rows(self, logits, options, keys, position):
+        """Choose each row's token along the path, with the probabilities of what mlx-lm's filters keep."""
+        tokens = []
+        for rows, own in zip(logits, options, strict=True):
+            for row in rows[:, None]:
+                kept = dict(parts_of(row - mx.logsumexp(row, axis=-1, keepdims=True), own))
+                hit = bool(self.xtc) and self.choose([self.xtc, 1 - self.xtc]) == 0
+                tokens.append(self.gumbel_max(kept[hit].astype(mx.float32) / own.temp))
+        return mx.concatenate(tokens).reshape(logits.shape[:2])
 
     def paths(self, run):
         """Call `run` once per path; yield (result, probability)."""
@@ -84,18 +98,20 @@ def reference(plain, prompt, n, options: Sampling, processors):
     return texts
 
 
-def distribution(logprobs, s: Sampling):
+def parts_of(logprobs, s: Sampling):
+    """Yield (whether XTC applies, logprobs [1, V] after all filters) for both sides of its coin."""
     if 0 < s.top_p < 1:
         logprobs = apply_top_p(logprobs, s.top_p)
     if s.min_p > 0:
         logprobs = apply_min_p(logprobs, s.min_p, s.min_tokens_to_keep)
-    parts = [(1.0, logprobs)]
-    if s.xtc_probability > 0:
-        cut = apply_xtc(logprobs, 1.0, s.xtc_threshold, [])
-        parts = [(s.xtc_probability, cut), (1 - s.xtc_probability, logprobs)]
+    cut = apply_xtc(logprobs, 1.0, s.xtc_threshold, list(s.xtc_special_tokens)) if s.xtc_probability else logprobs
+    for hit, part in ((True, cut), (False, logprobs)):
+        yield hit, apply_top_k(part, s.top_k) if s.top_k > 0 else part
+
+
+def distribution(logprobs, s: Sampling):
     total = 0
-    for weight, part in parts:
-        if s.top_k > 0:
-            part = apply_top_k(part, s.top_k)
+    for hit, part in parts_of(logprobs, s):
+        weight = s.xtc_probability if hit else 1 - s.xtc_probability
         total = total + weight * mx.softmax(part / s.temp, axis=-1)
     return np.array(total)[0]

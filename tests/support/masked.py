@@ -3,6 +3,7 @@
 import grammars
 import mlx.core as mx
 import numpy as np
+from draws import draw
 
 import mlx_mtp
 from mlx_mtp import grammar
@@ -40,7 +41,7 @@ def reference(plain, prompt, n, made, processors=(), seed=None, **options):
         logits = apply(constraint, answer, logits)
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         noise = mx.zeros(2, mx.uint32) if key is None else key_at(key, len(tokens))
-        answer.append(int(sampling.draw(logprobs, noise).item()))
+        answer.append(int(draw(sampling, logprobs, noise).item()))
     return answer
 
 

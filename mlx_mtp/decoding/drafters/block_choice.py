@@ -9,6 +9,7 @@ from ...layers.lm_head import NormedRows, head_on, logits_of
 from ..draft_sampling import Choosers, Draft, LogitRow, joined
 from ..members import Members
 from ..run import Drafts
+from ..sampling import whole_rows
 
 
 class BlockChoice:
@@ -47,19 +48,18 @@ class BlockChoice:
         """Return tokens [n, k] chosen by the kernel of the target's LM head; None if it is off or cannot choose them.
 
         It cannot with confidence, with masks, with a head, Markov head, selector, scale or cap of the network, or
-        unless all sequences are greedy or all draw coupled without filters.
+        unless all sequences are greedy or a single one draws by temperature alone.
         """
         shape, head = self.net.shape, head_on(self.model.unembedding())
         plain = not (shape.selector or shape.markov or shape.softcap or "head" in self.net or self.choose.masked)
         if not plain or head is None or self.confidence or shape.scale != 1:
             return None
-        rows, own = rows.astype(self.model.no_hidden().dtype), self.choose.drawn
-        if not own:
-            return NormedRows(head, rows.flatten(0, 1)).greedy().reshape(rows.shape[:2])
-        if len(own) < self.choose.n or not all(c.mode == "coupled" and c.options.unfiltered for c in own.values()):
+        chooser, normed = self.choose.chooser, rows.astype(self.model.no_hidden().dtype).flatten(0, 1)
+        if chooser.greedy:
+            return NormedRows(head, normed).greedy().reshape(rows.shape[:2])
+        if not chooser.by_temperature:
             return None
-        pairs = ((NormedRows(head, rows[i]), self.first[i : i + 1], c) for i, c in own.items())
-        return mx.stack([each.draw(c.key, at, c.options.temp) for each, at, c in pairs])
+        return NormedRows(head, normed).draw(chooser.keys[0], self.first, chooser.options[0].temp)[None]
 
     def _logits(self, rows: mx.array) -> mx.array:
         """Return logits [n, k, V] of the output rows, scaled and capped as in the drafter's training."""
@@ -72,13 +72,14 @@ class BlockChoice:
         return mx.tanh(logits / shape.softcap) * shape.softcap if shape.softcap else logits
 
     def _along_chain(self, rows: mx.array, logits: mx.array) -> Drafts:
-        """Return drafts chosen row by row; with a Markov head each row's logits depend on the draft before it."""
+        """Return drafts chosen all at once; row by row with masks or a Markov head, which read the draft before."""
         net: Any = self.net
         tokens = net.token(mx.arange(logits.shape[-1])) if "d2t" in net else None
         before, state, choices = self.newest, None, list[Draft]()
-        if not (self.choose.drawn or self.choose.masked or net.shape.markov or self.by_head):
-            best = mx.argmax(logits, axis=-1).astype(mx.int32)
-            return Drafts(net.token(best).astype(mx.int32))
+        if not (self.choose.masked or net.shape.markov or self.by_head):
+            if tokens is not None:
+                logits = whole_rows(logits.flatten(0, 1), tokens, self.model.vocab_size).reshape(*rows.shape[:2], -1)
+            return Drafts(*self.choose.rows(logits, self.first))
         for i in range(rows.shape[1]):
             scores, embedded = logits[:, i], None
             if net.shape.markov:

@@ -127,9 +127,6 @@ class SmallModelOutput(NamedTuple):
     drafter: SmallModel
     rows: mx.array
 
-    def of(self, sequence: int) -> "SmallModelOutput":
-        return self._replace(rows=self.rows[sequence : sequence + 1])
-
     def likeliest(self) -> mx.array:
         return mx.argmax(self.logits(), axis=-1, keepdims=True).astype(mx.int32)
 
