@@ -302,6 +302,7 @@ def _finish(model: Any, path: Path, tokenizer: Any, options: LoadOptions) -> Non
         _reduce(model, vocab, tokenizer, lazy=lazy)
     bits = {bits for name in ("kv_bits", "mtp_kv_bits") if (bits := layout.get(name))}
     kernels, not_exact = switch_on(model, options.lane, lazy=lazy, **({"kv_bits": bits} if bits else {}))
+    model.runtime.choosing = options.lane != "off"
     model.runtime.note(kernels=kernels, not_exact=not_exact)
     wire(nbytes(model.parameters()), options.wired)
     model.runtime.note(prefill_chunk=prefill_chunk(model, layout, lazy=lazy))

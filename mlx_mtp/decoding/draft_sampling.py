@@ -9,7 +9,7 @@ With a user's sampler, and at temperature 0, drafts are greedy. Processors chang
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import mlx.core as mx
 
@@ -106,22 +106,23 @@ class DraftChooser:
     """Chooses the drafts of n sequences from a drafter's output.
 
     options: of each sequence's draws; temperature 0 for greedy drafts. keys: those of the targets' draws, uint32
-    [n, 2]. confidence: return each token's probability too.
+    [n, 2]. confidence: return each token's probability too. fused: the model's `Runtime.choosing`.
     """
 
     options: tuple[Sampling, ...]
     keys: mx.array
     confidence: bool = False
+    fused: bool = True
 
     @classmethod
-    def of(cls, *pickers: Picker, confidence: bool = False) -> "DraftChooser":
+    def of(cls, *pickers: Picker, confidence: bool = False, fused: bool = True) -> "DraftChooser":
         """Return the chooser for sequences whose targets' tokens are chosen by `pickers`.
 
         A sequence's drafts are greedy if its picker has a user's sampler or the `draft_sampling` "greedy".
         """
         coupled = (picker.sampler is None and picker.draft_sampling == "coupled" for picker in pickers)
         options = (p.options if draws else Sampling() for p, draws in zip(pickers, coupled, strict=True))
-        return cls(tuple(options), mx.stack([picker.key for picker in pickers]), confidence)
+        return cls(tuple(options), mx.stack([picker.key for picker in pickers]), confidence, fused)
 
     @property
     def greedy(self) -> bool:
@@ -164,7 +165,7 @@ class DraftChooser:
         if self.greedy:
             tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
         else:
-            tokens = choose_rows(logits, self.options, self.keys, position)
+            tokens = choose_rows(logits, self.options, self.keys, position, fused=self.fused)
         if not self.confidence:
             return Draft(tokens)
         chosen = mx.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
@@ -174,14 +175,14 @@ class DraftChooser:
 class Choosers:
     """Chooses the drafts of all sequences of a step, in which they may be masked.
 
-    members: one per slot, None for a free slot. allowed: masks of the tokens that may be drafted, int32 [k, n, words]
-    by depth; None if any may. confidence: choices contain each draft's probability too.
+    model: the target. members: one per slot, None for a free slot. allowed: masks of the tokens that may be drafted,
+    int32 [k, n, words] by depth; None if any may. confidence: choices contain each draft's probability too.
     """
 
-    def __init__(self, members: Members, allowed: mx.array | None = None, *, confidence: bool = False):
+    def __init__(self, model: Any, members: Members, allowed: mx.array | None = None, *, confidence: bool = False):
         self.allowed = allowed
         pickers = [Picker() if member is None else member.picker for member in members]
-        self.chooser = DraftChooser.of(*pickers, confidence=confidence)
+        self.chooser = DraftChooser.of(*pickers, confidence=confidence, fused=model.runtime.choosing)
         self._used = mx.array([[float(member is not None)] for member in members]) if confidence else None
 
     @property

@@ -21,48 +21,35 @@ FREE = Picker()  # of a free slot
 
 
 def pick(
-    model: Target,
-    hidden: mx.array,
-    position: Any,
-    drafts: mx.array | None,
-    members: Members,
-    masks: Masks = (),
+    model: Target, hidden: mx.array, position: Any, drafts: mx.array | None, members: Members, masks: Masks = ()
 ) -> tuple[mx.array, Logprobs]:
     """Return the tokens [n, R] chosen after hidden rows [n, R, H], and logprobs: per sequence [R, V] or None.
 
     position: of each sequence's first token, int32 [n], or an int if n = 1. drafts: [n, R-1], None if R = 1. masks:
     (): no sequence has a grammar. An error of a sequence's own sampler or processor goes to its `fail`.
     """
-    masks = masks or [None] * len(members)
+    masks, fused = masks or [None] * len(members), model.runtime.choosing
     pickers = [FREE if member is None else member.picker for member in members]
     if (tokens := by_head(model, hidden, position, pickers, masks)) is not None:
         return tokens, None
-    histories = [None if member is None else member.history.tokens for member in members]
-    early = [None if picker.callers else mask for picker, mask in zip(pickers, masks, strict=True)]
-    logits = changed(model.logits(hidden), [picker.rules for picker in pickers], histories, drafts, early)
-    at = mx.array(position).reshape(-1)
-    if any(picker.callers for picker in pickers):
+    rules, histories = [p.rules for p in pickers], [None if m is None else m.history.tokens for m in members]
+    first = [None if p.callers else mask for p, mask in zip(pickers, masks, strict=True)]
+    logits = changed(model.logits(hidden), rules, histories, drafts, first, fused=fused)
+    if any(p.callers for p in pickers):
         logits = processed(logits, members, drafts, masks)
-    if all(picker.options.greedy for picker in pickers):
-        tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
-    else:
-        keys = mx.stack([picker.key for picker in pickers])
-        tokens = choose_rows(logits, [picker.options for picker in pickers], keys, at)
-    if not any(picker.sampler or picker.logprobs for picker in pickers):
+    at, keys = mx.array(position).reshape(-1), mx.stack([p.key for p in pickers])
+    tokens = choose_rows(logits, [p.options for p in pickers], keys, at, fused=fused)
+    if not any(p.sampler or p.logprobs for p in pickers):
         return tokens, None
     return with_logprobs(tokens, logits, members, at)
 
 
-def by_head(
-    model: Target, hidden: mx.array, position: Any, pickers: Sequence[Picker], masks: Masks
-) -> mx.array | None:
+def by_head(model: Target, hidden: mx.array, position: Any, pickers: Sequence[Picker], masks: Masks):
     """Return the tokens [n, R] that a kernel of the LM head chooses without writing logits; None if it cannot."""
-    greedy = all(picker.options.greedy for picker in pickers)
-    if not all(picker.by_head for picker in pickers) or not (greedy or len(pickers) == 1):
+    greedy = all(p.options.greedy for p in pickers)
+    able = all(p.by_head for p in pickers) and (greedy or len(pickers) == 1)
+    if not able or (rows := model.choice(hidden)) is None:
         return None
-    rows = model.choice(hidden)
-    if rows is None:
-        return None
-    mask = stacked(masks, hidden.shape[1])
-    tokens = rows.greedy(mask) if greedy else rows.draw(pickers[0].key, position, pickers[0].options.temp, mask)
+    mask, own = stacked(masks, hidden.shape[1]), pickers[0]
+    tokens = rows.greedy(mask) if greedy else rows.draw(own.key, position, own.options.temp, mask)
     return tokens.reshape(hidden.shape[:2])

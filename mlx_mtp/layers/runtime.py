@@ -23,6 +23,7 @@ class Runtime:
     adapters: the adapters that were loaded with the model, and the selected one.
     blind: why `vision` is None, and what to do, for messages to users who give pictures.
     alone: why sequences are decoded one at a time and not in a pool; None if a pool may hold several.
+    choosing: whether kernels change logits and choose tokens from them, else MLX's operations.
     rows: maximum rows of a pass with drafts; None: no limit, 1: nothing is drafted.
     row_check: the check of its rows (`decoding.row_check.RowCheck`), None if nothing is to be checked.
     vision: what encodes pictures (`pictures.vision.Vision`), with `mark`, the id of a picture's token in templates.
@@ -38,6 +39,7 @@ class Runtime:
     recorder: Any = None
     adapters: Adapters = field(default_factory=Adapters)
     alone: str | None = None
+    choosing: bool = True
     rows: int | None = None
     row_check: Any = None
     vision: Any = None

@@ -4,15 +4,14 @@ import warnings
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from ..kernels import KernelRefused, Refusal, launched, out_of_memory, run_again, run_new
+from ..kernels import KernelRefused, Refusal, launched, on_metal, out_of_memory, run_again, run_new
 from ..machine.errors import refusal
 from .ab_test import FAILS, KernelTrial, failing
 from .kernel_switch import ModelTrials, put_on
 from .kernel_trials import warn_of_wrong
 from .verdict_file import VerdictKey
 
-# Kernels that no trial launches, each with the op whose output it reads and whose verdict it follows.
-WITHOUT_TRIAL = {"draw_top": "verify_head"}
+WITHOUT_TRIAL = ("change_logits", "choose_rows")  # on, also without a trial, while `Runtime.choosing`
 
 
 class FailedKernel(NamedTuple):
@@ -100,7 +99,7 @@ class Fallback:
 
 def any_on(model: Any) -> bool:
     """Return whether a kernel of a model is on."""
-    return any(site.rows for site in model.runtime.sites)
+    return (model.runtime.choosing and on_metal()) or any(site.rows for site in model.runtime.sites)
 
 
 def trials_of(model: Any) -> ModelTrials:
@@ -128,13 +127,17 @@ def fall_back(model: Any, error: KernelRefused) -> None:
 def blame(found: ModelTrials, refusals: list[Refusal]) -> dict[VerdictKey, str]:
     """Return the kernels that are on and launch a refused one: (op, shape, rows) with the reason.
 
-    A launch that no trial makes is attributed to all kernels of its op, an unknown op to all kernels.
+    A launch that no trial makes is attributed to all kernels of its op, an unknown op to all kernels. Those
+    WITHOUT_TRIAL have the shape "logits".
     """
     live = [trial for trial in found.all_trials if found.all_verdicts[trial.key].on]
     launches = {trial.key: launches_of(trial.chosen(found.all_verdicts[trial.key].split)) for trial in live}
     blamed: dict[VerdictKey, str] = {}
     for refused in refusals:
-        op = WITHOUT_TRIAL.get(refused.key[0], refused.key[0])
+        op = refused.key[0]
+        if op in WITHOUT_TRIAL:
+            blamed[op, "logits", 1] = failing(refused.error)
+            continue
         exact = [key for key, keys in launches.items() if refused.key in keys]
         alike = [key for key, keys in launches.items() if op in (key[0], *(launch[0] for launch in keys))]
         blamed |= dict.fromkeys(exact or alike or launches, failing(refused.error))
@@ -161,7 +164,10 @@ def switch_off(model: Any, reasons: dict[VerdictKey, str], *, remembered: bool =
     """
     found = trials_of(model)
     for key, reason in reasons.items():
-        found.reject(key, reason, remembered=remembered)
+        if key[0] in WITHOUT_TRIAL:
+            model.runtime.choosing = False
+        else:
+            found.reject(key, reason, remembered=remembered)
     model.runtime.failed |= reasons
     put_on(model, found)
     drop_recordings(model)
@@ -172,6 +178,7 @@ def switch_all_off(model: Any, reason: str) -> None:
     """Switch off all kernels of this model, for this reason; later loads of it try them again."""
     on = [key for key, verdict in trials_of(model).all_verdicts.items() if verdict.on]
     switch_off(model, dict.fromkeys(on, reason), remembered=False)
+    model.runtime.choosing = False
     for site in model.runtime.sites:
         site.rows = frozenset()
 

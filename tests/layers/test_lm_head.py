@@ -18,6 +18,7 @@ from mlx_mtp.decoding.pick import pick
 from mlx_mtp.decoding.sampling import Picker, Sampling
 from mlx_mtp.layers import with_heads
 from mlx_mtp.layers.lm_head import LMHeadSite, place_heads
+from mlx_mtp.layers.runtime import Runtime
 from mlx_mtp.tuning import ab_test
 
 PROMPT = [1, 2, 3, 4, 1]
@@ -92,7 +93,9 @@ NEEDING = [
 def test_options_that_need_logits_get_them(picker):
     """Processors, logprobs, a user's sampler, and filters."""
     hidden, asked = mx.zeros((1, 1, 4)), []
-    model = SimpleNamespace(logits=lambda rows: asked.append(rows) or mx.zeros((1, 1, 8)), choice=None)
+    model = SimpleNamespace(
+        logits=lambda rows: asked.append(rows) or mx.zeros((1, 1, 8)), choice=None, runtime=Runtime()
+    )
     pick(model, hidden, 0, None, [Single(picker)])
     assert asked == [hidden]
 

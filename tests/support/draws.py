@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
-from mlx_mtp.decoding import pick
+from mlx_mtp.decoding import draft_sampling, pick
 from mlx_mtp.decoding.sampling import Sampling
 
 SAMPLERS = {
@@ -37,7 +37,8 @@ class Draws:
         self.path, self.sizes, self.xtc = [], [], xtc
 
     def stand_in(self, monkeypatch):
-        monkeypatch.setattr(pick, "choose_rows", self.choose_rows)
+        for module in (pick, draft_sampling):
+            monkeypatch.setattr(module, "choose_rows", self.choose_rows)
 
     def restart(self):
         self.taken, self.probability = 0, 1.0
@@ -55,11 +56,14 @@ class Draws:
     def gumbel_max(self, scores, key=None):
         return mx.array([self.choose(np.array(mx.softmax(scores.astype(mx.float32), axis=-1))[0])])
 
-    def choose_rows(self, logits, options, keys, position):
+    def choose_rows(self, logits, options, keys, position, fused):
         """Choose each row's token along the path, with the probabilities of what mlx-lm's filters keep."""
         tokens = []
         for rows, own in zip(logits, options, strict=True):
             for row in rows[:, None]:
+                if own.greedy:
+                    tokens.append(mx.argmax(row, axis=-1))
+                    continue
                 kept = dict(parts_of(row - mx.logsumexp(row, axis=-1, keepdims=True), own))
                 hit = bool(self.xtc) and self.choose([self.xtc, 1 - self.xtc]) == 0
                 tokens.append(self.gumbel_max(kept[hit].astype(mx.float32) / own.temp))

@@ -33,7 +33,7 @@ class BlockChoice:
         self.model, self.net, self.newest, self.first = model, net, newest, first
         self.confidence = confidence
         self.by_head = confidence and net.shape.confidence
-        self.choose = Choosers(members, allowed, confidence=confidence and not self.by_head)
+        self.choose = Choosers(model, members, allowed, confidence=confidence and not self.by_head)
 
     def __call__(self, rows: mx.array) -> Drafts:
         """Return the drafts, one token for each output row [n, k, H], with their confidence if needed."""

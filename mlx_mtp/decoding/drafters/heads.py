@@ -40,7 +40,7 @@ class Heads(Drafter):
         tokens from its own output. The heads' offset ends at the target's: the next call overwrites rejected rows.
         """
         model, cache = frame.model, frame.cache
-        choose = Choosers(frame.members, frame.allowed, confidence=frame.plan.p_min)
+        choose = Choosers(model, frame.members, frame.allowed, confidence=frame.plan.p_min > 0)
         rows, accepted, choices = run.size, run.last, list[Draft]()
         tokens, hidden, kept = run.tokens, model.capture(run.hidden), []
         first, row = cache.layers[0].offset + 1, hidden

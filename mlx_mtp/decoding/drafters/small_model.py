@@ -51,7 +51,8 @@ class SmallModel(Drafter):
 
     def _drafts(self, frame: Frame, row: mx.array, k: int) -> list[Draft]:
         """Return k drafts, the first from the output row [n, 1, H]; recurrent states end as they were before."""
-        cache, choose = frame.cache, Choosers(frame.members, frame.allowed, confidence=frame.plan.p_min > 0)
+        cache, sure = frame.cache, frame.plan.p_min > 0
+        choose = Choosers(frame.model, frame.members, frame.allowed, confidence=sure)
         states, offset = [(c, c.parts) for c in cache.heads if c.is_state], cache.layers[0].offset
         seek(cache.heads, offset + 1, cache.heads[0].limit)  # after the newest token
         choices = [choose(SmallModelOutput(self, row), offset + 1, 0)]
