@@ -93,9 +93,8 @@ NEEDING = [
 def test_options_that_need_logits_get_them(picker):
     """Processors, logprobs, a user's sampler, and filters."""
     hidden, asked = mx.zeros((1, 1, 4)), []
-    model = SimpleNamespace(
-        logits=lambda rows: asked.append(rows) or mx.zeros((1, 1, 8)), choice=None, runtime=Runtime()
-    )
+    given = {"choice": None, "runtime": Runtime()}
+    model = SimpleNamespace(logits=lambda rows: asked.append(rows) or mx.zeros((1, 1, 8)), **given)
     pick(model, hidden, 0, None, [Single(picker)])
     assert asked == [hidden]
 

@@ -1,0 +1,118 @@
+"""Choosing the tokens of a pass takes few launches, and as many for sixteen rows as for one."""
+
+import itertools
+import sys
+
+import mlx.core as mx
+import pytest
+import tiny
+
+import mlx_mtp
+from mlx_mtp.bench.census import operations
+from mlx_mtp.decoding.history import TokenHistory
+from mlx_mtp.decoding.logit_rules import LogitRules
+from mlx_mtp.decoding.members import Single
+from mlx_mtp.decoding.pick import pick
+from mlx_mtp.decoding.sampling import Picker, Sampling
+from mlx_mtp.emulator.kernel import replaced
+from mlx_mtp.layers.lm_head import place_heads
+
+SETTINGS = {"top_p": 0.9, "min_p": 0.1, "min_tokens_to_keep": 3, "xtc_probability": 0.5, "top_k": 20}
+COMBINATIONS = [
+    dict(itertools.compress(SETTINGS.items(), chosen)) for chosen in itertools.product((0, 1), repeat=len(SETTINGS))
+]
+RULES = LogitRules(logit_bias={3: 1.0}, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.2)
+VOCAB, ROWS = 41, (1, 4, 8, 16)
+SORTS = {"Sort", "ArgSort", "Partition", "ArgPartition"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model whose LM head chooses tokens in all row counts."""
+    config = {**tiny.CONFIG, "vocab_size": VOCAB}
+    made = mlx_mtp.load_model(tiny.save(tmp_path_factory.mktemp("m"), config, tiny.random_weights(config)))
+    for head in place_heads(made):
+        head.rows = frozenset(range(1, 65))
+    return made
+
+
+class Counted:
+    """A maker of kernels whose outputs are zeros that depend on the inputs; `names` are those launched."""
+
+    def __init__(self):
+        self.names = []
+
+    def __call__(self, name, **_):
+        def launch(*, inputs, output_shapes, output_dtypes, **_):
+            self.names.append(name)
+            zeros = [mx.zeros(*each) for each in zip(output_shapes, output_dtypes, strict=True)]
+            return mx.depends(zeros, [each for each in inputs if isinstance(each, mx.array)])
+
+        return launch
+
+
+def chosen(model, rows, pickers, masked):
+    """Build the choice of `rows` rows of each sequence; return its tokens' graph."""
+    n, words = len(pickers), -(-VOCAB // 32)
+    hidden, drafts = mx.zeros((n, rows, 32)), mx.zeros((n, rows - 1), mx.int32) if rows > 1 else None
+    masks = [mx.full((rows, words), 5, mx.int32) if masked else None] * n
+    position = mx.full((n,), 7, mx.int32)
+    mx.eval(hidden, drafts if drafts is not None else [], [mask for mask in masks if mask is not None], position)
+    members = [Single(picker, TokenHistory([1, 2, 3, 1])) for picker in pickers]
+    return pick(model, hidden, position, drafts, members, masks if masked else ())[0]
+
+
+def launches(model, rows, pickers, masked=False):
+    """Return the number of launches of a choice: kernels, and MLX's operations, of which none is a sort."""
+    maker = Counted()
+    with replaced(maker):
+        found = operations(chosen(model, rows, pickers, masked))
+    assert not SORTS & {*found}
+    return found.total() + len(maker.names)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("rules", [(), (RULES,)], ids=["free", "rules"])
+def test_all_combinations_take_at_most_ten_launches(model, rules, masked):
+    for options in COMBINATIONS:
+        picker = Picker(Sampling(temp=0.8, **options), processors=rules)
+        found = {rows: launches(model, rows, [picker], masked) for rows in ROWS}
+        assert max(found.values()) <= 10, (options, found)
+        assert len(set(found.values())) == 1, (options, found)
+
+
+def test_greedy_choices_take_at_most_four_launches_under_a_mask(model):
+    for rows in ROWS:
+        assert launches(model, rows, [Picker()]) <= 3
+        assert launches(model, rows, [Picker()], masked=True) <= 4
+        assert launches(model, rows, [Picker(Sampling(temp=0.7))], masked=True) <= 6
+
+
+def test_sequences_with_different_options_share_the_launches(model):
+    pickers = [
+        Picker(Sampling(temp=0.8, top_p=0.95)),
+        Picker(),
+        Picker(Sampling(temp=1.2, top_k=5, xtc_probability=0.5), processors=(RULES,)),
+    ]
+    for masked in (False, True):
+        assert {launches(model, rows, pickers, masked) <= 12 for rows in ROWS} == {True}
+
+
+def calls(function):
+    """Return the number of Python and C calls of a function."""
+    found = []
+    sys.setprofile(lambda _, event, __: found.append(event) if event in ("call", "c_call") else None)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return len(found)
+
+
+@pytest.mark.parametrize("rules", [(), (RULES,)], ids=["free", "rules"])
+def test_the_host_works_no_more_for_more_rows(model, rules):
+    picker, found = Picker(Sampling(temp=0.8, top_p=0.9, min_p=0.05), processors=rules), {}
+    with replaced(Counted()):
+        for rows in (2, 2, 16, 16):  # the first of each makes kernels and constants
+            found[rows] = calls(lambda rows=rows: chosen(model, rows, [picker], True))
+    assert found[16] <= found[2] + 2
