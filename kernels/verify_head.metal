@@ -2,9 +2,10 @@
 //
 // Inputs   w [N, K * BITS / 32] uint32; scales, biases [N, K / GROUP] (no biases: scales twice); x [M, K];
 //          bias [N] (not read without BIAS); key [2] uint32, position [1] uint32, inverse [1] float: 1 / temperature of a draw, 0 for none;
-//          n [1] int32, at most TILE
+//          n [1] int32, at most TILE;
+//          mask [M, words] int32: bit t % 32 of word t / 32 allows token t (not read without MASK)
 // Output   values [M, tiles, n (+ 1 with SUM)] float, indices [M, tiles, n] int32; see keep_first
-// Template T (x, bias), S (scales), BITS, GROUP, KIND, VALUES, LANES, ROWS, TILE, BIAS, SUM
+// Template T (x, bias), S (scales), BITS, GROUP, KIND, VALUES, LANES, ROWS, TILE, BIAS, MASK, SUM
 // Grid     x: 32 per ROWS rows of x (the last group may begin earlier; each stores what rows are there and its own)
 //          y: 8 per tile of TILE weight rows;  threadgroup (32, 8, 1)
 
@@ -55,6 +56,9 @@ threadgroup_barrier(mem_flags::mem_threadgroup);
 
 for (int m = simd; m < ROWS; m += SIMDS) {
   if (first + m >= own && first + m < M) {
+    if constexpr (MASK) {
+      keep_allowed(logits + m * TILE, TILE, begin, N, lane, mask + size_t(first + m) * mask_shape[1]);
+    }
     if (inverse[0] > 0.0f) {
       add_noise(logits + m * TILE, TILE, begin, N, lane, uint2(key[0], key[1]), position[0] + first + m, inverse[0]);
     }

@@ -1,9 +1,10 @@
 // The best of each tile of x w^T (+ bias): rows of x together, each logit in the bits of MLX's gemv on its row alone.
 //
 // Inputs   w [N, K] and x [M, K] of T, N >= 4; bias [N] of T (not read without BIAS); key [2] uint32, position [1] uint32,
-//          inverse [1] float: 1 / temperature of a draw, 0 for none; n [1] int32, at most TILE
+//          inverse [1] float: 1 / temperature of a draw, 0 for none; n [1] int32, at most TILE;
+//          mask [M, words] int32: bit t % 32 of word t / 32 allows token t (not read without MASK)
 // Output   values [M, tiles, n (+ 1 with SUM)] float, indices [M, tiles, n] int32; see keep_first
-// Template T, LANES of a simdgroup along K, ROWS, TILE, BIAS, SUM
+// Template T, LANES of a simdgroup along K, ROWS, TILE, BIAS, MASK, SUM
 // Grid     x: 32 per ROWS rows of x (the last group may begin earlier; each stores what rows are there and its own)
 //          y: 8 per tile of TILE rows of w;  threadgroup (32, 8, 1)
 
@@ -61,6 +62,9 @@ threadgroup_barrier(mem_flags::mem_threadgroup);
 
 for (int m = simd; m < ROWS; m += SIMDS) {
   if (first + m >= own && first + m < M) {
+    if constexpr (MASK) {
+      keep_allowed(logits + m * TILE, TILE, begin, N, lane, mask + size_t(first + m) * mask_shape[1]);
+    }
     if (inverse[0] > 0.0f) {
       add_noise(logits + m * TILE, TILE, begin, N, lane, uint2(key[0], key[1]), position[0] + first + m, inverse[0]);
     }

@@ -126,6 +126,7 @@ def heads(of: CodeFormat) -> Iterator[TimedLaunch]:
     for dtype, m, k in itertools.product(DTYPES, AFFINE_ROWS, widths):
         x, w = rows(m, k, dtype), weights(of, 1024, k, dtype)
         yield partial(kernels.verify_head, x, w)
+        yield partial(kernels.verify_head, x, w, mask=mx.zeros((m, 32), mx.int32))
         if m in (1, 8) and k == 4096:
             yield partial(kernels.verify_head_top, x, w, 20 if m == 1 else 64)
 
@@ -142,6 +143,9 @@ def dense_heads() -> Iterator[TimedLaunch]:
     """Yield launches of verify_dot, and of verify_head_dense with verify_head_merge."""
     for dtype, m, biased in itertools.product(DTYPES, (*COMPILED_ROWS, 5), (False, True)):
         yield partial(kernels.verify_gemv, rows(m, 512, dtype), mx.zeros((1, 512), dtype))
+        if not biased:
+            given = rows(m, 512, dtype), mx.zeros((1024, 512), dtype)
+            yield partial(kernels.verify_head, *given, mask=mx.zeros((m, 32), mx.int32))
         for k, top in itertools.product((64, 512), (1, 20)):
             bias = mx.zeros((1024,), dtype) if biased else None
             yield partial(kernels.verify_head_top, rows(m, k, dtype), mx.zeros((1024, k), dtype), top, bias)

@@ -5,8 +5,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..kernels import KernelRefused
-from .masks import Masks, masked
+from ..kernels import KernelRefused, masked
+from .masks import Masks
 from .members import Member, Members
 from .sampling import key_at, random_state
 

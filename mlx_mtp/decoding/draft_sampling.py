@@ -13,10 +13,9 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import mlx.core as mx
 
-from ..kernels import choose_rows
+from ..kernels import choose_rows, masked
 from ..layers.lm_head import NormedRows
 from ..layers.target import Target
-from .masks import masked
 from .members import Members
 from .run import NO_DRAFTS, Drafts
 from .sampling import Picker, Sampling, whole_rows

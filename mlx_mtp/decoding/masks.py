@@ -1,4 +1,4 @@
-"""Make the masks of allowed tokens of a cycle's rows, and apply them to logits."""
+"""Make the masks of allowed tokens of a cycle's rows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,6 @@ import numpy as np
 
 from ..grammar import Matcher
 
-TO_SIGN = mx.array([*range(31, -1, -1)], mx.int32)  # shifts that move each bit of a word to its sign
 Masks = Sequence[mx.array | None]  # per sequence, int32 [R, words] of its R rows; None without a grammar
 
 
@@ -23,14 +22,6 @@ def mask_row(matcher: Matcher | None, tokens: Any) -> mx.array | None:
     rows = np.empty((1, matcher.words), np.int32)
     matcher.fill(rows)
     return mx.array(rows)
-
-
-def masked(logits: mx.array, mask: mx.array) -> mx.array:
-    """Return logits [M, V], -infinity for the tokens that a mask, int32 [M, words], forbids."""
-    allowed = ((mask[:, :, None] << TO_SIGN) < 0).reshape(len(mask), -1)
-    if allowed.shape != logits.shape:
-        allowed = allowed[:, : logits.shape[-1]]
-    return mx.where(allowed, logits, -mx.inf)
 
 
 def stacked(masks: Masks, rows: int) -> mx.array | None:

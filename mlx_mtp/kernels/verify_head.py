@@ -33,6 +33,7 @@ DENSE_ROWS = 16  # rows whose sums a thread keeps for unquantized weights; quant
 LOGITS = 4096  # maximum logits in a threadgroup's memory
 SIMDGROUPS = 8  # per threadgroup
 UNREAD = (mx.uint32, 0, 0), (mx.uint32, 0), (mx.float32, 0.0)  # the Noise where nothing is drawn
+TO_SIGN = mx.array([*range(31, -1, -1)], mx.int32)  # shifts that move each bit of a word to its sign
 LEAST_COLUMNS = 8  # MLX passes a smaller bias in constant memory
 
 
@@ -44,16 +45,26 @@ def logits_ref(x: mx.array, weights: Weights, bias: Maybe = None) -> mx.array:
     return y if bias is None else y + bias
 
 
+def masked(logits: mx.array, mask: Maybe) -> mx.array:
+    """Return logits [M, V], -infinity for the tokens t that a mask, int32 [M, words], forbids.
+
+    Bit t % 32 of word t // 32 allows token t; there are V bits or more. Without a mask the logits are returned.
+    """
+    if mask is None:
+        return logits
+    allowed = ((mask[:, :, None] << TO_SIGN) < 0).reshape(len(mask), -1)
+    return mx.where(allowed[:, : logits.shape[-1]], logits, -mx.inf)
+
+
 def draw_ref(logits: mx.array, key: mx.array, position: Any, temp: float) -> mx.array:
     """Return a token [M] int32 for each row i of logits [M, N], drawn from softmax(logits / temp) at position + i.
 
     Row i draws as mx.random.categorical does with the second half of the split of key + [0, position + i].
     """
-    first, drawn = mx.array(position).reshape(1).astype(mx.uint32), []
-    for i, row in enumerate(logits.astype(mx.float32) * (1.0 / temp)):
-        dice = mx.random.split(key + mx.pad(first + i, (1, 0)))[1]
-        drawn.append(mx.argmax(row + mx.random.gumbel(row.shape, key=dice)))
-    return mx.stack(drawn).astype(mx.int32)
+    rows = mx.array(position).reshape(1).astype(mx.uint32) + mx.arange(len(logits), dtype=mx.uint32)
+    keys = mx.vmap(mx.random.split)(key + mx.stack([mx.zeros_like(rows), rows], axis=1))[:, 1]
+    noise = mx.vmap(lambda dice: mx.random.gumbel(logits.shape[1:], key=dice))(keys)
+    return mx.argmax(logits.astype(mx.float32) * (1.0 / temp) + noise, axis=-1).astype(mx.int32)
 
 
 def top_ref(logits: mx.array, n: int) -> Top:
@@ -92,6 +103,7 @@ def _verify_head_metal(
     bias: Maybe,
     n: int = 1,
     noise: Noise | None = None,
+    mask: Maybe = None,
     with_sum: bool = False,
     split: bool = False,
 ) -> list[mx.array]:
@@ -107,8 +119,9 @@ def _verify_head_metal(
     key, position, inverse = noise or [constants(*unread) for unread in UNREAD]
     inputs |= {"x": x, "bias": x if bias is None else bias.astype(x.dtype), "key": key}
     inputs |= {"position": position, "inverse": inverse, "n": constants(mx.int32, n)}
+    inputs["mask"] = constants(mx.int32, 0).reshape(1, 1) if mask is None else mask
     outputs = {"values": ((m, tiles, n + with_sum), mx.float32), "indices": ((m, tiles, n), mx.int32)}
-    template |= {"ROWS": rows, "TILE": tile(n), "BIAS": bias is not None, "SUM": with_sum}
+    template |= {"ROWS": rows, "TILE": tile(n), "BIAS": bias is not None, "MASK": mask is not None, "SUM": with_sum}
     grid, group = (32 * groups, SIMDGROUPS * tiles, 1), (32, SIMDGROUPS, 1)
     values, indices = launch(op, inputs, outputs, template=template, grid=grid, group=group)
     return launch(
@@ -145,7 +158,7 @@ def supported(x: mx.array, weights: Weights, bias: Maybe = None) -> bool:
     return same and supported_format(x, weights) and not small(weights)
 
 
-def _check(x: mx.array, weights: Weights, bias: Maybe) -> None:
+def _check(x: mx.array, weights: Weights, bias: Maybe, mask: Maybe = None) -> None:
     if x.ndim != 2:
         raise ValueError(f"x has shape {x.shape}; it must be (M, K)")
     if isinstance(weights, Quantized):
@@ -154,19 +167,23 @@ def _check(x: mx.array, weights: Weights, bias: Maybe) -> None:
         raise ValueError(f"x has shape {x.shape} and the weights {weights.shape}; they must be (M, K) and (N, K)")
     if bias is not None and bias.shape != (_columns(weights),):
         raise ValueError(f"bias has shape {bias.shape}; it must be ({_columns(weights)},), one per row of weights")
+    if mask is not None and (mask.shape[0] != len(x) or 32 * mask.shape[1] < _columns(weights)):
+        raise ValueError(f"mask has shape {mask.shape}; it must be ({len(x)}, {-(-_columns(weights) // 32)} or more)")
 
 
-def verify_head(x: mx.array, weights: Weights, bias: Maybe = None, *, split: bool = False) -> mx.array:
+def verify_head(
+    x: mx.array, weights: Weights, bias: Maybe = None, *, mask: Maybe = None, split: bool = False
+) -> mx.array:
     """Return the token [M] int32 of the greatest logit of each row x [M, K]; of equal ones the lowest.
 
-    weights: Quantized, or [N, K] float16, bfloat16 or float32; bias [N]. split: at most 4 rows share a request of the
-    weights. Where `supported` is False, and without Metal, MLX's own product and argmax run. Raises ValueError for
-    shapes that do not match.
+    weights: Quantized, or [N, K] float16, bfloat16 or float32; bias [N]. mask: as in `masked`. split: at most 4 rows
+    share a request of the weights. Where `supported` is False, and without Metal, MLX's own product and argmax run.
+    Raises ValueError for shapes that do not match.
     """
-    _check(x, weights, bias)
+    _check(x, weights, bias, mask)
     if not (on_metal() and supported(x, weights, bias)):
-        return verify_head_ref(x, weights, bias)
-    return _verify_head_metal(x, weights, bias, split=split)[1][:, 0]
+        return mx.argmax(masked(logits_ref(x, weights, bias), mask), axis=-1).astype(mx.int32)
+    return _verify_head_metal(x, weights, bias, mask=mask, split=split)[1][:, 0]
 
 
 def verify_head_draw(
@@ -177,21 +194,22 @@ def verify_head_draw(
     temp: float,
     bias: Maybe = None,
     *,
+    mask: Maybe = None,
     split: bool = False,
 ) -> mx.array:
     """Return a token [M] int32 for each row i of x [M, K], drawn from softmax(logits / temp) at position + i.
 
     key: uint32 [2]; row i uses the second half of the split of key + [0, position + i], and the noise of each token
         is that of mx.random.gumbel. position: an integer or int32 [] or [1].
-    weights, bias [N], split: as in `verify_head`. Raises ValueError for shapes that do not match and for temp <= 0.
+    weights, bias [N], mask, split: as in `verify_head`. Raises ValueError for shapes that do not match, and temp <= 0.
     """
-    _check(x, weights, bias)
+    _check(x, weights, bias, mask)
     if temp <= 0:
         raise ValueError(f"temp={temp}: allowed is more than 0")
     if not (on_metal() and supported(x, weights, bias)):
-        return draw_ref(logits_ref(x, weights, bias), key, position, temp)
+        return draw_ref(masked(logits_ref(x, weights, bias), mask), key, position, temp)
     noise = (key, mx.array(position).reshape(1).astype(mx.uint32), constants(mx.float32, 1.0 / temp))
-    return _verify_head_metal(x, weights, bias, noise=noise, split=split)[1][:, 0]
+    return _verify_head_metal(x, weights, bias, noise=noise, mask=mask, split=split)[1][:, 0]
 
 
 def verify_head_top(x: mx.array, weights: Weights, n: int, bias: Maybe = None, *, split: bool = False) -> Top:

@@ -10,13 +10,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..kernels import Quantized, draw_ref, draw_top, splits, top_ref, verify_head, verify_head_draw, verify_head_top
-from ..kernels.draw_top import draw_top_ref
+from ..kernels import Quantized, draw_ref, masked, splits, top_ref, verify_head, verify_head_draw, verify_head_top
 from ..kernels.verify_head import logits_ref
 from .blocks import BlockEmbedding, BlockLinear, is_blocks, made_of
 from .kernel_site import Site, format_of, known_format, quantized, rows_of
 from .scaled import SCALE, ScaledLinear
 
+Maybe = mx.array | None
 Top = tuple[mx.array, mx.array, mx.array]
 KINDS = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding, BlockLinear, BlockEmbedding)
 
@@ -54,9 +54,11 @@ class LMHeadSite(Site):
     def stock(self, x: mx.array) -> list[mx.array]:
         return [mx.argmax(self.logits(x), axis=-1).astype(mx.int32)]
 
-    def tokens(self, x: mx.array, *, fused: bool) -> mx.array:
+    def tokens(self, x: mx.array, mask: Maybe = None, *, fused: bool) -> mx.array:
         """Return, for each row of x [M, K], the token of the greatest logit, int32 [M]. fused: run the kernel."""
-        return (self.ours(x) if fused else self.stock(x))[0]
+        if fused:
+            return verify_head(x, self.weights, self.bias, mask=mask, split=rows_of(x) in self.split)
+        return mx.argmax(masked(self.logits(x), mask), axis=-1).astype(mx.int32)
 
     def logits(self, x: mx.array) -> mx.array:
         """Return the module's logits [M, n] for x [M, K]."""
@@ -74,11 +76,6 @@ class BlockHead(LMHeadSite):
 
     def truth(self, x: mx.array) -> list[mx.array]:
         return [logits_ref(x.astype(mx.float32), self.weights, self.bias).max(axis=-1, keepdims=True)]
-
-    def tokens(self, x: mx.array, *, fused: bool) -> mx.array:
-        if fused:
-            return verify_head(x, self.weights, self.bias, split=rows_of(x) in self.split)
-        return mx.argmax(self.logits(x), axis=-1).astype(mx.int32)
 
 
 def logits_of(module: Any, x: mx.array) -> mx.array:
@@ -103,28 +100,22 @@ class NormedRows:
         """Whether the kernel splits the rows."""
         return rows_of(self.x) in self.head.split
 
-    def greedy(self) -> mx.array:
-        """Return the token of each row's greatest logit, int32 [M]."""
-        return self.head.tokens(self.x, fused=self.fused)
+    def greedy(self, mask: Maybe = None) -> mx.array:
+        """Return the token of each row's greatest logit, int32 [M]; mask: of allowed tokens, int32 [M, words]."""
+        return self.head.tokens(self.x, mask, fused=self.fused)
 
-    def draw(self, key: mx.array, position: Any, temp: float) -> mx.array:
+    def draw(self, key: mx.array, position: Any, temp: float, mask: Maybe = None) -> mx.array:
         """Draw each row's token at a temperature, int32 [M]; row i uses the noise of position + i under `key`."""
         if self.fused:
-            return verify_head_draw(self.x, self.head.weights, key, position, temp, self.head.bias, split=self.split)
-        return draw_ref(self.head.logits(self.x), key, position, temp)
+            more = {"mask": mask, "split": self.split}
+            return verify_head_draw(self.x, self.head.weights, key, position, temp, self.head.bias, **more)
+        return draw_ref(masked(self.head.logits(self.x), mask), key, position, temp)
 
     def top(self, n: int) -> Top:
         """Return (each row's n greatest logits, their tokens, the logsumexp of all), as `kernels.verify_head_top`."""
         if self.fused:
             return verify_head_top(self.x, self.head.weights, n, self.head.bias, split=self.split)
         return top_ref(self.head.logits(self.x), n)
-
-    def draw_top(self, top: Top, key: mx.array, position: Any, **filters: Any) -> mx.array:
-        """Draw each row's token, int32 [M], from the result of `top`, with the noise of `draw`.
-
-        filters: temp, top_p, min_p and vocab_size; all four must be given.
-        """
-        return (draw_top if self.fused else draw_top_ref)(top, key, position, **filters)
 
 
 def place_heads(model: Any) -> list[LMHeadSite]:

@@ -18,8 +18,8 @@ from sweep import SWEEP, sampled
 
 import mlx_mtp
 from mlx_mtp import grammar
-from mlx_mtp.decoding.masks import masked
 from mlx_mtp.decoding.sampling import Sampling
+from mlx_mtp.kernels import masked
 from mlx_mtp.tuning.plan import Plan
 
 EACH = Plan("heads", 3, stepwise=True)

@@ -10,6 +10,7 @@ from sweep import SWEEP, sampled, sweep
 from mlx_mtp import emulator
 from mlx_mtp.kernels import (
     draw_ref,
+    masked,
     top_ref,
     verify_gemv,
     verify_head,
@@ -250,3 +251,46 @@ def test_what_they_do_not_support():
         verify_head_top(x, weights, 25)
     with pytest.raises(ValueError, match=r"and the weights \(4, 8\); they must be \(M, K\)"):
         verify_head(x, mx.zeros((4, 8)))
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "more", "kind"),
+    [
+        (3, 261, 0, "affine"),
+        (7, 300, 2, "dense"),
+        (9, 131, 1, "affine"),
+        *((m, 96, 0, "dense") for m in sampled((1,), (2, 16))),
+    ],
+)
+def test_masked_tokens_are_not_chosen(m, n, more, kind):
+    """Whatever share is allowed, also none, with words to spare; a row's choice does not depend on the others."""
+    x, weights, bias = (
+        dense((n, 64), m, mx.float32) if kind == "dense" else (*draw("affine", 4, 32, (n, 128), m, mx.float32), None)
+    )
+    words = -(-n // 32) + more
+    bits = mx.random.randint(0, 2**31 - 1, (2, m, words)).astype(mx.int32)
+    mask = bits[0] & bits[1] ^ mx.where(mx.random.uniform(shape=(m, words)) < 0.5, -(2**31), 0).astype(mx.int32)
+    mask[m // 2] = 0
+    if more:
+        mask[:, -(-n // 32) :] = -1  # bits of no token
+    with emulator.emulated(emulator.Options(traffic=False)) as launches:
+        logits = logits_of(x, weights, bias)
+        del launches[:]
+        tokens = verify_head(x, weights, bias, mask=mask)
+        drawn = verify_head_draw(x, weights, KEY, POSITION, TEMP, bias, mask=mask)
+        assert len(launches) == 4
+        alone = [verify_head(x[i : i + 1], weights, bias, mask=mask[i : i + 1]).item() for i in range(m)]
+    kept = masked(logits, mask)
+    allowed = np.unpackbits(np.array(mask).view(np.uint8), axis=1, bitorder="little")[:, :n] == 1
+    assert np.array_equal(np.isfinite(np.array(kept.astype(mx.float32))), allowed)
+    assert tokens.tolist() == argmax(kept).tolist() == alone
+    want = draw_ref(kept, KEY, POSITION, TEMP).tolist()
+    assert drawn.tolist() == [0 if i == m // 2 else token for i, token in enumerate(want)]
+    assert tokens[m // 2].item() == 0
+
+
+def test_a_mask_of_another_shape_is_refused():
+    x, weights, _ = dense((40, 64), 2, mx.float32)
+    for shape in ((2, 1), (1, 2)):
+        with pytest.raises(ValueError, match=r"^mask has shape .*; it must be \(2, 2 or more\)$"):
+            verify_head(x, weights, mask=mx.zeros(shape, mx.int32))

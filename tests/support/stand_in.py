@@ -10,7 +10,7 @@ from unittest import mock
 
 import mlx.core as mx
 
-from mlx_mtp.kernels import draw_ref, top_ref
+from mlx_mtp.kernels import draw_ref, masked, top_ref
 from mlx_mtp.tuning import kernel_switch
 from mlx_mtp.tuning.kernel_switch import ModelTrials
 
@@ -72,6 +72,7 @@ def chosen(logits, i, t, outputs):
     """Return the outputs of an LM head with everything in the first tile, and the other tiles empty."""
     _, tiles, n = outputs[1]
     logits = logits + i["bias"] if t["BIAS"] else logits
+    logits = masked(logits, i["mask"]) if t["MASK"] else logits
     if i["inverse"].item():
         tokens = draw_ref(logits, i["key"], i["position"], 1 / i["inverse"].item())[:, None]
         values, total = mx.zeros(tokens.shape), None
