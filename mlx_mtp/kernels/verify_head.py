@@ -201,7 +201,7 @@ def verify_head_draw(
 
     key: uint32 [2]; row i uses the second half of the split of key + [0, position + i], and the noise of each token
         is that of mx.random.gumbel. position: an integer or int32 [] or [1].
-    weights, bias [N], mask, split: as in `verify_head`. Raises ValueError for shapes that do not match, and temp <= 0.
+    weights, bias [N], mask, split: as in `verify_head`. Raises ValueError for shapes that do not match and temp <= 0.
     """
     _check(x, weights, bias, mask)
     if temp <= 0:
