@@ -11,7 +11,7 @@ from sweep import SWEEP, sampled
 
 from mlx_mtp.cache.prompt_cache import PromptCache
 from mlx_mtp.cache.ring import Ring
-from mlx_mtp.decoding import prefill, sampling, step
+from mlx_mtp.decoding import pick, prefill, step
 from mlx_mtp.lossless import check, prompts, rounding_judge
 from mlx_mtp.lossless.check import CheckSettings, Verdict, conclude, verify
 from mlx_mtp.lossless.compare import PLAIN, Comparison, Reference, Way, compare, compare_one_pass, drift, ways
@@ -112,7 +112,7 @@ def accept_one_more(drafts, tokens):
 
 REAL_ACCEPT, REAL_MASK, REAL_INDEX = step.accept, Ring.mask, Ring.index
 REAL_ROLLBACK, REAL_PICK = PromptCache.rollback, step.pick
-REAL_KEY = sampling.key_at
+REAL_CHOICE = pick.choose_rows
 
 
 def one_mask_less(ring, offset, rows, visible, start):
@@ -131,8 +131,8 @@ def rollback_of_one_less(cache, n):
     REAL_ROLLBACK(cache, mx.maximum(n - 1, 0))
 
 
-def drawn_elsewhere(key, position):
-    return REAL_KEY(key, position + 1) if isinstance(position, mx.array) else REAL_KEY(key, position)
+def drawn_elsewhere(logits, options, keys, position, **more):
+    return REAL_CHOICE(logits, options, keys, position + (logits.shape[1] > 1), **more)
 
 
 GREEDY_PLANTS = {
@@ -213,7 +213,7 @@ ELSEWHERE = "draws by another position's noise"
 @pytest.mark.parametrize("plant", sampled([*[*GREEDY_PLANTS][1::4], ELSEWHERE], [*GREEDY_PLANTS, ELSEWHERE]))
 def test_planted_divergences_of_sampled_output_are_found(drawn, monkeypatch, plant):
     """The judge includes the draw's noise, so a token that other noise would choose is not a near-tie."""
-    monkeypatch.setattr(*GREEDY_PLANTS.get(plant, (sampling, "key_at", drawn_elsewhere)))
+    monkeypatch.setattr(*GREEDY_PLANTS.get(plant, (pick, "choose_rows", drawn_elsewhere)))
     assert found(drawn, all_ways()[2].sampled(0.8, 3, "greedy")).diverged
 
 

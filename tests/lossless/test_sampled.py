@@ -1,10 +1,12 @@
 """Check the test of sampled output's distribution: how often it refuses right draws, how surely wrong ones."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from sweep import SWEEP
 
-from mlx_mtp.decoding import sampling
+from mlx_mtp.decoding import pick
 from mlx_mtp.lossless import sampled
 from mlx_mtp.lossless.sampled import chi_squared_tail, draw, fit, noncentral_tail, quantile, spread
 
@@ -98,14 +100,14 @@ def test_too_few_draws_have_no_power(memory, monkeypatch):
 
 # The product's own draws, correct and with planted faults.
 
-REAL_SCORES = sampling.Sampling.scores
+REAL_CHOICE = pick.choose_rows
 
 
-def hotter(options, logprobs, coin):
-    return REAL_SCORES(options, logprobs, coin) / 1.5
+def hotter(logits, options, *given, **more):
+    return REAL_CHOICE(logits, [replace(each, temp=1.5 * each.temp) for each in options], *given, **more)
 
 
-PLANTS = {"another temperature": (sampling.Sampling, "scores", hotter), "right": None}
+PLANTS = {"another temperature": (pick, "choose_rows", hotter), "right": None}
 
 
 @pytest.mark.parametrize("plant", PLANTS if SWEEP else ["another temperature"])
