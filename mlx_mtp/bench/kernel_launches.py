@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from .. import kernels
+from ..decoding.sampling import Sampling
 from ..kernels import Experts, Gates, Quantized, RopeArguments, Routing
 from ..kernels._quantized import BITS, GROUP_SIZES, lanes
 from ..kernels._source import COMPILED_ROWS, DTYPES
@@ -159,6 +160,14 @@ def routers() -> Iterator[TimedLaunch]:
     yield partial(kernels.draw_top, top, mx.zeros((2,), mx.uint32), 3, temp=1.0, vocab_size=64)
 
 
+def choices() -> Iterator[TimedLaunch]:
+    """Yield launches of choose_rows, with every filter."""
+    options = Sampling(temp=1.0, top_p=0.9, min_p=0.01, min_tokens_to_keep=2, xtc_probability=1.0, top_k=2)
+    for dtype, vocab_size in itertools.product(DTYPES, (64, 4096)):
+        logits, key = mx.zeros((1, 2, vocab_size), dtype), mx.zeros((1, 2), mx.uint32)
+        yield partial(kernels.choose_rows, logits, [options], key, mx.zeros((1,), mx.uint32))
+
+
 def attention(dtype: mx.Dtype) -> Iterator[TimedLaunch]:
     """Yield launches of verify_attention with attention_merge: in chunks, with windows and sinks, quantized."""
     sizes = (64, 64), (128, 128), (192, 128), (256, 256), (512, 512)
@@ -264,6 +273,6 @@ def groups(formats: Sequence[CodeFormat]) -> dict[str, Callable[[], Iterator[Tim
     found: dict[str, Callable[[], Iterator[TimedLaunch]]] = {
         **{f"{make.__name__} {'-'.join(map(str, of))}": partial(make, of) for make, of in quantized},
         **{f"attention {dtype}": partial(attention, dtype) for dtype in DTYPES},
-        **{make.__name__: make for make in (dense, dense_heads, routers, latent, norms, recurrences, spellings)},
+        **{make.__name__: make for make in (dense, dense_heads, routers, choices, latent, norms, recurrences, spellings)},
     }
     return {name: partial(alternatives, make) for name, make in found.items()}
