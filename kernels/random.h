@@ -22,11 +22,16 @@ METAL_FUNC uint2 threefry(uint2 key, uint2 counter) {
 
 // Number i of the `count` that a key gives: each counter makes one of the first half and one of the second.
 METAL_FUNC uint random_bits(uint2 key, uint i, uint count) {
-  const uint first_half = (count + 1) / 2;
-  if (i >= first_half) {
-    return threefry(key, uint2(i - first_half, i)).y;
+  const uint half_count = (count + 1) / 2;
+  if (i >= half_count) {
+    return threefry(key, uint2(i - half_count, i)).y;
   }
-  return threefry(key, uint2(i, i + first_half < count ? i + first_half : 0)).x;
+  return threefry(key, uint2(i, i + half_count < count ? i + half_count : 0)).x;
+}
+
+// The first of the two keys that a key is split into.
+METAL_FUNC uint2 first_half(uint2 key) {
+  return uint2(threefry(key, uint2(0, 2)).x, threefry(key, uint2(1, 3)).x);
 }
 
 // The second of the two keys that a key is split into.
@@ -34,10 +39,14 @@ METAL_FUNC uint2 second_half(uint2 key) {
   return uint2(threefry(key, uint2(0, 2)).y, threefry(key, uint2(1, 3)).y);
 }
 
-// -log(-log(u)) of u in [0, 1), which the bits are 2^32 times.
+// u in [0, 1), which the bits are 2^32 times.
+METAL_FUNC float fraction(uint bits) {
+  return min(float(bits) / 4294967296.0f, 0.999999940395355225f);
+}
+
+// -log(-log(u)) of the same u.
 METAL_FUNC float gumbel(uint bits) {
-  const float u = min(float(bits) / 4294967296.0f, 0.999999940395355225f);
-  return -metal::precise::log(-metal::precise::log(u));
+  return -metal::precise::log(-metal::precise::log(fraction(bits)));
 }
 
 // A row's tile of logits as drawn from: divided by the temperature, with noise of its position's key. The product is

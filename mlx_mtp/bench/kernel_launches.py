@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from .. import kernels
+from ..decoding.sampling import Sampling
 from ..kernels import Experts, Gates, Quantized, RopeArguments, Routing
 from ..kernels._quantized import BITS, GROUP_SIZES, lanes
 from ..kernels._source import COMPILED_ROWS, DTYPES
@@ -152,15 +153,21 @@ def dense_heads() -> Iterator[TimedLaunch]:
 
 
 def routers() -> Iterator[TimedLaunch]:
-    """Yield launches of moe_route and draw_top."""
+    """Yield launches of moe_route."""
     for dtype, kind in itertools.product(DTYPES, ("softmax", "sigmoid")):
         for m, count, top in itertools.product((8, 16), (64, 128, 160, 256, 288, 384, 512), (8, 22)):
             for bias_dtype in dict.fromkeys((F32, dtype)) if kind == "sigmoid" else ():
                 bias = mx.zeros((count,), bias_dtype)
                 yield partial(kernels._routing.route_metal, mx.zeros((m, count), dtype), Routing(kind, top), bias)
             yield partial(kernels._routing.route_metal, mx.zeros((m, count), dtype), Routing(kind, top), None)
-    top = mx.zeros((2, 8)), mx.zeros((2, 8), mx.int32), mx.zeros((2,))
-    yield partial(kernels.draw_top, top, mx.zeros((2,), mx.uint32), 3, temp=1.0, vocab_size=64)
+
+
+def choices() -> Iterator[TimedLaunch]:
+    """Yield launches of choose_rows, with every filter."""
+    options = Sampling(temp=1.0, top_p=0.9, min_p=0.01, min_tokens_to_keep=2, xtc_probability=1.0, top_k=2)
+    for dtype, vocab_size in itertools.product(DTYPES, (64, 4096)):
+        logits, key = mx.zeros((1, 2, vocab_size), dtype), mx.zeros((1, 2), mx.uint32)
+        yield partial(kernels.choose_rows, logits, [options], key, mx.zeros((1,), mx.uint32))
 
 
 def attention(dtype: mx.Dtype) -> Iterator[TimedLaunch]:
@@ -268,6 +275,9 @@ def groups(formats: Sequence[CodeFormat]) -> dict[str, Callable[[], Iterator[Tim
     found: dict[str, Callable[[], Iterator[TimedLaunch]]] = {
         **{f"{make.__name__} {'-'.join(map(str, of))}": partial(make, of) for make, of in quantized},
         **{f"attention {dtype}": partial(attention, dtype) for dtype in DTYPES},
-        **{make.__name__: make for make in (dense, dense_heads, routers, latent, norms, recurrences, spellings)},
+        **{
+            make.__name__: make
+            for make in (dense, dense_heads, routers, choices, latent, norms, recurrences, spellings)
+        },
     }
     return {name: partial(alternatives, make) for name, make in found.items()}

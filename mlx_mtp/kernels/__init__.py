@@ -10,9 +10,8 @@ from ._quantized import Quantized, served, splits, stock_product
 from ._routing import Routing, route_ref
 from ._source import on_metal, padded, source_bytes
 from .add_norm import add_norm, add_norm_ref
+from .choose_rows import choose_rows, choose_rows_ref
 from .delta_inputs import DeltaInputs, Gates, delta_inputs, delta_inputs_ref
-from .choose_rows import choose_rows
-from .draw_top import draw_top
 from .gated_delta_verify import gated_delta_verify, gated_delta_verify_ref
 from .gated_norm import gated_norm, gated_norm_ref
 from .mamba2_verify import mamba2_verify, mamba2_verify_ref

@@ -199,9 +199,9 @@ def test_both_alternatives_are_checked_and_the_faster_one_is_named(
             "--bits-only",
         ),
         ("add_norm", found_of(COUNTED), None, True, "no Metal GPU"),
-        ("draw_top", found_of(TIMED, metal=True), None, None, "no case launches it"),
-        ("draw_top", found_of(TIMED, metal=True, bits_only=True, op=["add_norm"]), None, None, "no op of --op"),
-        ("draw_top", found_of(kernels={"found": [], "not_checked": "no clang"}), None, None, "no clang"),
+        ("choose_rows", found_of(TIMED, metal=True), None, None, "no case launches it"),
+        ("choose_rows", found_of(TIMED, metal=True, bits_only=True, op=["add_norm"]), None, None, "no op of --op"),
+        ("choose_rows", found_of(kernels={"found": [], "not_checked": "no clang"}), None, None, "no clang"),
     ],
 )
 def test_unchecked_parts_of_a_kernel_are_listed_with_the_reason(kernel, found, compiled, right, why):

@@ -8,7 +8,8 @@ import moe_blocks
 from exact import draw
 
 from mlx_mtp.bench import kernels_cases
-from mlx_mtp.kernels import draw_top, top_ref, verify_head_top
+from mlx_mtp.decoding.sampling import Sampling
+from mlx_mtp.kernels import choose_rows, verify_head_top
 from mlx_mtp.layers.experts import Mixture
 from mlx_mtp.layers.products import Dense
 
@@ -23,9 +24,10 @@ def called(site):
     return lambda: list(site.ours(x))
 
 
-def drawn():
-    top, key = top_ref(mx.random.normal((ROWS, 70)), 6), mx.array([7, 3], mx.uint32)
-    return lambda: [draw_top(top, key, 12, temp=1.0, top_p=0.9, vocab_size=70)]
+def chosen():
+    options = Sampling(temp=1.0, top_p=0.9, min_p=0.01, xtc_probability=1.0, xtc_threshold=0.2, top_k=5)
+    logits, key = mx.random.normal((1, ROWS, 70)), mx.array([[7, 3]], mx.uint32)
+    return lambda: [choose_rows(logits, [options], key, mx.array([12]))]
 
 
 def head(quantized):
@@ -49,7 +51,7 @@ CALLS = {
     "moe_route moe_relu2 moe_down": lambda: called(Mixture(moe_blocks.make("nemotron_h")[0])),
     "verify_head verify_head_merge": lambda: head(quantized=True),
     "verify_head_dense verify_head_merge": lambda: head(quantized=False),
-    "draw_top": drawn,
+    "choose_rows": chosen,
     "add_norm": lambda: called(SMALL["add_norm"]()),
     "norm_rope": lambda: called(SMALL["norm_rope"]()),
 }

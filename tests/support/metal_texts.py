@@ -25,6 +25,7 @@ FEW = {
     "dense": 3,
     "dense_heads": 3,
     "routers": 3,
+    "choices": 3,
     "latent": 3,
     "norms": 9,
     "recurrences": 7,
