@@ -66,7 +66,7 @@ if (top_p < 1.0f || log_min_p > -INFINITY || xtc > 0.0f || top_k > 0) {
     const float lowest = left.greatest +
         metal::precise::log((1.0f - part / 16777216.0f) * sum / (2.0f * float(V)));
     const uint most = lowest > -INFINITY ? left.top - least_place<LOW>(lowest) : left.distance(-INFINITY);
-    left.farthest = select<MASS>(x, V, left, most, limit > 0 ? limit : 1, group).place;
+    left.farthest = radix_select<MASS>(x, V, left, most, limit > 0 ? limit : 1, group).place;
   }
   if (log_min_p > -INFINITY) {
     const uint most = left.top - least_place<LOW>(left.greatest + log_min_p);

@@ -3,7 +3,7 @@
 #include "head.h"
 #include "routing.h"
 
-constant constexpr int COUNT = 0; // what `select` adds up
+constant constexpr int COUNT = 0; // what `radix_select` adds up
 constant constexpr int MASS = 1;
 constant constexpr int INDEX = 2;
 constant constexpr int DIGIT = 10; // bits of a place that it reads at a time
@@ -155,7 +155,7 @@ METAL_FUNC ulong mass_of(const device T* x, int size, Left<LOW> left, Group grou
 // The first distance (INDEX: the first index of the distance `farthest`), at most `most`, at which the weights of the
 // tokens left reach `target`: a radix select.
 template <int WEIGHT, int LOW, typename Values>
-METAL_FUNC Cut select(Values x, int size, Left<LOW> left, uint most, ulong target, Group group) {
+METAL_FUNC Cut radix_select(Values x, int size, Left<LOW> left, uint most, ulong target, Group group) {
   Cut cut = {0, 0, 0};
   int shift = 32 - metal::clz(most);
   do {
@@ -183,15 +183,15 @@ METAL_FUNC Left<LOW> first_of(
     const device T* x, int size, Left<LOW> left, int n, const threadgroup float* maxima, Group group) {
   uint most = metal::min(left.farthest, left.distance(-INFINITY));
   if (n <= group.threads && left.nearest == 0) {
-    const Cut bound = select<COUNT>(maxima, group.threads, left, most, n, group);
+    const Cut bound = radix_select<COUNT>(maxima, group.threads, left, most, n, group);
     most = bound.weight > 0 ? bound.place : most;
   }
-  const Cut cut = select<COUNT>(x, size, left, most, n, group);
+  const Cut cut = radix_select<COUNT>(x, size, left, most, n, group);
   if (cut.weight > 0) {
     left.last = cut.place == left.farthest ? left.last : 0x7fffffff;
     left.farthest = cut.place;
     const ulong wanted = n - cut.before;
-    left.last = wanted < cut.weight ? select<INDEX>(x, size, left, size - 1, wanted, group).place : left.last;
+    left.last = wanted < cut.weight ? radix_select<INDEX>(x, size, left, size - 1, wanted, group).place : left.last;
   }
   return left;
 }

@@ -275,9 +275,7 @@ def groups(formats: Sequence[CodeFormat]) -> dict[str, Callable[[], Iterator[Tim
     found: dict[str, Callable[[], Iterator[TimedLaunch]]] = {
         **{f"{make.__name__} {'-'.join(map(str, of))}": partial(make, of) for make, of in quantized},
         **{f"attention {dtype}": partial(attention, dtype) for dtype in DTYPES},
-        **{
-            make.__name__: make
-            for make in (dense, dense_heads, routers, choices, latent, norms, recurrences, spellings)
-        },
+        **{make.__name__: make for make in (dense, dense_heads, routers, choices)},
+        **{make.__name__: make for make in (latent, norms, recurrences, spellings)},
     }
     return {name: partial(alternatives, make) for name, make in found.items()}

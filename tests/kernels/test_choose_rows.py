@@ -1,4 +1,4 @@
-"""Check choose_rows against sorted integer masses, against mlx-lm's filters, and against verify_head's own choices."""
+"""Check choose_rows against sorted integer masses, mlx-lm's filters, and the choices of verify_head."""
 
 import ctypes
 import itertools
@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from metal_cases import linux_only
-from sweep import SWEEP
+from sweep import SWEEP, sweep
 
 from mlx_mtp import emulator
 from mlx_mtp.decoding.sampling import Sampling, key_at
@@ -66,7 +66,11 @@ class Oracle:
         if 0 < o.top_p < 1:
             part = int(np.rint(np.float32(o.top_p) * np.float32(2**24)))
             limit = max((sum(self.mass[i] for i in left) >> 8) * part >> 16, 1)
-            left = [i for i in left if sum(self.mass[j] for j in left if row[j] > row[i]) < limit]
+            kept, above = [], 0
+            for _, equal in itertools.groupby(left, key=lambda i: row[i]):
+                kept += [*equal] if above < limit else []
+                above = sum(self.mass[i] for i in kept) if above < limit else above
+            left = kept
         if o.min_p > 0:
             lowest = np.float32(row[left[0]] + np.float32(math.log(o.min_p)))
             keep = o.min_tokens_to_keep if o.min_tokens_to_keep > 1 else 0
@@ -100,7 +104,7 @@ def run(logits, samplings, key, position, options=QUICK):
     with emulator.emulated(options) as launches:
         tokens = choose_rows(logits, samplings, key, position)
     assert [launch.kernel for launch in launches] == ["choose_rows"]
-    assert tokens.dtype == mx.int32 and tokens.shape == logits.shape[:2]
+    assert (tokens.dtype, tokens.shape) == (mx.int32, logits.shape[:2])
     return tokens.tolist()
 
 
@@ -126,6 +130,18 @@ def check(logits, samplings, seed, options=QUICK):
     return want
 
 
+MIXED = [
+    Sampling(temp=0.7, top_p=0.9, xtc_probability=1.0, xtc_threshold=0.0, xtc_special_tokens=(0, 3)),
+    Sampling(temp=1.3, min_p=0.9, min_tokens_to_keep=40),
+    Sampling(),
+    Sampling(temp=1.0, top_k=50),
+    Sampling(temp=2.0),
+    Sampling(temp=1.0, top_p=0.999),
+    Sampling(temp=1.0, top_p=1e-9),
+    Sampling(temp=0.8, top_p=0.95, min_p=0.05, top_k=20, xtc_probability=0.4, xtc_threshold=0.1),
+]
+
+
 @linux_only
 @pytest.mark.parametrize("seed", range(12 if SWEEP else 1))
 def test_tokens_are_those_of_sorted_masses(seed):
@@ -136,3 +152,89 @@ def test_tokens_are_those_of_sorted_masses(seed):
         for row in check(rows_of(len(chosen), 1, 45, 100 * seed + start, ties=ties), chosen, start):
             found |= set(row)
     assert len(found) > 12
+
+
+SIZES = (1, F32, 1), (16, BF16, 31), (5, F16, 70), (1, BF16, 5003), (1, F32, 1024), (2, F32, 33)
+
+
+@linux_only
+@pytest.mark.parametrize(("rows", "dtype", "vocab_size"), SIZES)
+def test_rows_types_and_vocabularies(rows, dtype, vocab_size):
+    """With options that differ between the sequences; more tokens than threads have, and fewer than top_k."""
+    chosen = [replace(o, top_k=o.top_k % vocab_size, xtc_special_tokens=()) for o in MIXED]
+    for seed, scale in ((vocab_size, 2.5), *[(i, 2.0**i) for i in range(-6, 12 if SWEEP else -6)]):
+        check(rows_of(len(chosen), rows, vocab_size, seed, dtype, scale=scale), chosen, seed)
+
+
+@linux_only
+@pytest.mark.parametrize("order", ["reverse", 5])
+def test_the_order_of_threads_does_not_matter(order):
+    check(rows_of(len(MIXED), 1, 300, 8, BF16, ties=order == 5), MIXED, 8, replace(QUICK, order=order))
+
+
+@linux_only
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_values_of_all_sizes(dtype):
+    """Logits of both signs and every exponent, zeros of both signs, and long runs of equal ones."""
+    x = np.random.default_rng(1).normal(size=(len(MIXED), 2, 1100)).astype(np.float32)
+    x[:, 0] *= np.exp2(np.random.default_rng(2).integers(-100, 4, x[:, 0].shape)).astype(np.float32)
+    x[:, 1] = np.where(np.arange(1100) % 3 == 0, 0.0, -0.0)
+    x[:, 1, ::100] = 1.0
+    check(mx.array(x).astype(dtype), MIXED, 3)
+
+
+@linux_only
+def test_infinities_and_nan():
+    """A NaN and a removed token are never chosen; where nothing else is left the token is 0."""
+    inf, nan = math.inf, math.nan
+    few, many = [nan, -inf, 1, nan, 0, -inf], [1, inf, 0, inf, nan, 2]
+    rows = mx.array([[-inf] * 6, [nan] * 6, few, many, [-1e38, -inf, 1e38, 0, 1, 2]])
+    chosen = [replace(o, top_k=min(o.top_k, 5), min_tokens_to_keep=min(o.min_tokens_to_keep, 5)) for o in MIXED]
+    want = check(mx.broadcast_to(rows, (len(chosen), *rows.shape)), chosen, 4)
+    assert {token for found in want for token in found[:2]} == {0}
+    assert {token for found in want for token in found[2:4]} <= {1, 2, 3, 4}
+
+
+def without_ties(n, rows, vocab_size, seed):
+    """Return logits no two of which are close, so that every cut is at the same token however it is computed."""
+    order = mx.argsort(mx.random.uniform(shape=(n, rows, vocab_size), key=mx.random.key(seed)), axis=-1)
+    return order.astype(F32) * 0.11 + 0.013
+
+
+@linux_only
+def test_a_seed_gives_the_tokens_of_each_row_alone():
+    """The kernel, the reference and a loop over rows of mlx-lm's filters agree."""
+    for start in range(0, 24, 1 if SWEEP else 4):
+        chosen = EVERY[start::24]
+        logits, (key, position) = without_ties(len(chosen), 2, 45, start), at(start, len(chosen))
+        many = choose_rows_ref(logits, chosen, key, position)
+        alone = [
+            [
+                o.draw(row - mx.logsumexp(row), key_at(key[s], position[s : s + 1] + r)).item()
+                for r in range(2)
+                for row in (logits[s, r : r + 1],)
+            ]
+            for s, o in enumerate(chosen)
+        ]
+        assert many.tolist() == alone == run(logits, chosen, key, position)
+
+
+@linux_only
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_without_filters_tokens_are_those_of_the_head(dtype):
+    """A head of weights that are the logits: row i of x selects logits i."""
+    logits = rows_of(1, 3, 130, 6, dtype, ties=True)
+    key, position = mx.array([[7, 2**32 - 3]], mx.uint32), mx.array([2**31 - 2], mx.int32)
+    weights = mx.concatenate([logits[0].T, mx.zeros((130, 61), dtype)], axis=1)
+    x = mx.eye(3, 64, dtype=dtype)
+    with emulator.emulated(QUICK):
+        drawn = verify_head_draw(x, weights, key[0], position, 0.8)
+        greedy = verify_head(x, weights)
+    assert run(logits, [Sampling(temp=0.8)], key, position) == [drawn.tolist()]
+    assert run(logits, [Sampling()], key, position) == [greedy.tolist()]
+
+
+@sweep
+@linux_only
+def test_vocabularies_above_2_to_the_18():
+    check(rows_of(2, 1, 300_000, 2, F16), [MIXED[5], MIXED[7]], 2)

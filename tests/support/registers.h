@@ -46,6 +46,7 @@ DEFINED_TESTS(float) DEFINED_TESTS(half) DEFINED_TESTS(bfloat)
 METAL_FUNC float abs(float x) { return __builtin_fabsf(x); }
 METAL_FUNC half abs(half x) { return x < 0.0h ? half(-x) : x; }
 METAL_FUNC int abs(int x) { return x < 0 ? -x : x; }
+METAL_FUNC uint clz(uint x) { return x == 0 ? 32 : __builtin_clz(x); }
 
 METAL_FUNC void threadgroup_barrier(mem_flags) { __builtin_amdgcn_s_barrier(); }
 METAL_FUNC void simdgroup_barrier(mem_flags) { __builtin_amdgcn_wave_barrier(); }
@@ -55,6 +56,18 @@ DEFINED_NUMBERS(DEFINED_1, simd_broadcast_first) DEFINED_NUMBERS(DEFINED_1, simd
 DEFINED_NUMBERS(DEFINED_MOVE, simd_shuffle) DEFINED_NUMBERS(DEFINED_MOVE, simd_shuffle_xor)
 DEFINED_NUMBERS(DEFINED_MOVE, simd_shuffle_down) DEFINED_NUMBERS(DEFINED_MOVE, simd_shuffle_up)
 DEFINED_NUMBERS(DEFINED_MOVE, simd_broadcast)
+METAL_FUNC uint atomic_load_explicit(const volatile threadgroup atomic<uint>* object, memory_order) {
+  return object->opaque;
+}
+METAL_FUNC void atomic_store_explicit(volatile threadgroup atomic<uint>* object, uint x, memory_order) {
+  object->opaque = x;
+}
+METAL_FUNC uint atomic_fetch_add_explicit(volatile threadgroup atomic<uint>* object, uint x, memory_order) {
+  return __atomic_fetch_add(&object->opaque, x, __ATOMIC_RELAXED);
+}
+METAL_FUNC uint atomic_fetch_max_explicit(volatile threadgroup atomic<uint>* object, uint x, memory_order) {
+  return __atomic_fetch_max(&object->opaque, x, __ATOMIC_RELAXED);
+}
 METAL_FUNC bool simd_any(bool x) { return __builtin_amdgcn_ballot_w32(x) != 0; }
 METAL_FUNC bool simd_all(bool x) { return __builtin_amdgcn_ballot_w32(!x) == 0; }
 
