@@ -73,6 +73,8 @@ def draw_rows_ref(logits: mx.array, options: RowOptions, key: mx.array, position
 
 def choose_rows_ref(logits: mx.array, samplings: Sequence[RowOptions], key: mx.array, position: mx.array) -> mx.array:
     """Return the tokens of `choose_rows` by MLX's ops: filters read log-probabilities in the type of the logits."""
+    if all(options.greedy for options in samplings):
+        return mx.argmax(logits, axis=-1).astype(mx.int32)
     sequences = zip(logits, samplings, key, position.astype(mx.uint32), strict=True)
     return mx.stack([draw_rows_ref(*each) for each in sequences])
 
@@ -95,12 +97,10 @@ def choose_rows(
     key: uint32 [n, 2]; position: int32 or uint32 [n], of each sequence's first row. Row r draws with the key
     + [0, position + r]: the first half of its split decides whether XTC applies, the second is the noise's.
     Filters are mlx-lm's, in its order: top_p, min_p, XTC, top_k; the probabilities are of float32 logits at
-    temperature 1, and of equal logits top_k and min_tokens_to_keep keep the lowest tokens. Greedy rows have no filters.
+    temperature 1, and of equal logits top_k and min_tokens_to_keep keep the lowest tokens. Greedy rows have none.
     A NaN is never chosen; if nothing is greater than -infinity, the token is 0. Without Metal, and unless `fused`,
     `choose_rows_ref` runs.
     """
-    if all(options.greedy for options in samplings):
-        return mx.argmax(logits, axis=-1).astype(mx.int32)
     if not (fused and on_metal() and logits.dtype in DTYPES):
         return choose_rows_ref(logits, samplings, key, position)
     n, rows, vocab_size = logits.shape

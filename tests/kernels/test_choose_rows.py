@@ -9,6 +9,7 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 import pytest
+from draws import draw
 from metal_cases import linux_only
 from sweep import SWEEP, sweep
 
@@ -210,7 +211,7 @@ def test_a_seed_gives_the_tokens_of_each_row_alone():
         many = choose_rows_ref(logits, chosen, key, position)
         alone = [
             [
-                o.draw(row - mx.logsumexp(row), key_at(key[s], position[s : s + 1] + r)).item()
+                draw(o, row - mx.logsumexp(row), key_at(key[s], position[s : s + 1] + r)).item()
                 for r in range(2)
                 for row in (logits[s, r : r + 1],)
             ]
