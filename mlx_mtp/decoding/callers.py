@@ -18,7 +18,7 @@ def processed(logits: mx.array, members: Members, drafts: mx.array | None, masks
 
     drafts: int32 [n, R-1], None if R = 1; row i of a sequence is preceded by its history and its first i drafts.
     """
-    each = mx.split(logits, len(members))
+    each: list[mx.array] = [*mx.split(logits, len(members))]
     for i, member in _present(members):
         if not member.picker.callers:
             continue
@@ -32,7 +32,7 @@ def processed(logits: mx.array, members: Members, drafts: mx.array | None, masks
 
 
 def _processed_rows(callers: Any, logits: mx.array, tokens: mx.array, first: int) -> mx.array:
-    rows = mx.split(logits, len(logits))
+    rows: list[mx.array] = [*mx.split(logits, len(logits))]
     for i, row in enumerate(rows):
         for process in callers:
             row = process(tokens[: first + i], row)
@@ -47,7 +47,8 @@ def with_logprobs(
 
     position: of each sequence's first token, int32 [n].
     """
-    each, found = mx.split(tokens, len(members)), list[mx.array | None]([None] * len(members))
+    each: list[mx.array] = [*mx.split(tokens, len(members))]
+    found = list[mx.array | None]([None] * len(members))
     for i, member in _present(members):
         picker = member.picker
         if not (picker.sampler or picker.logprobs):

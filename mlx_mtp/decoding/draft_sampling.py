@@ -182,7 +182,7 @@ class Choosers:
         self.allowed = allowed
         pickers = [Picker() if member is None else member.picker for member in members]
         self.chooser = DraftChooser.of(*pickers, confidence=confidence, fused=model.runtime.choosing)
-        self._used = mx.array([[float(member is not None)] for member in members]) if confidence else None
+        self._used = mx.array([[float(member is not None)] for member in members])
 
     @property
     def masked(self) -> bool:
