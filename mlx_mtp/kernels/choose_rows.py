@@ -94,8 +94,8 @@ def choose_rows(logits: mx.array, samplings: Sequence[RowOptions], key: mx.array
     + [0, position + r]: the first half of its split decides whether XTC applies, the second is the noise's.
     Filters are mlx-lm's, in its order: top_p, min_p, XTC, top_k; the probabilities are of float32 logits at
     temperature 1, and of equal logits top_k and min_tokens_to_keep keep the lowest tokens.
-    Greedy rows have no filters. A NaN is never chosen; if nothing is greater than -infinity, the token is 0. Without Metal
-    `choose_rows_ref` runs.
+    Greedy rows have no filters. A NaN is never chosen; if nothing is greater than -infinity, the token is 0.
+    Without Metal `choose_rows_ref` runs.
     """
     if not (on_metal() and logits.dtype in DTYPES):
         return choose_rows_ref(logits, samplings, key, position)
