@@ -185,7 +185,7 @@ def threshold_at(logit: float) -> float:
 BOUNDARIES = {
     "top-k among equal logits": ([0, 1, 1, 2, 1, 1], {"top_k": 3}, {1, 2, 3}),
     "the last of equal logits": ([1, 1, 1, 1], {"top_k": 3}, {0, 1, 2}),
-    "zeros of both signs": ([-0.0, 0.0, -1, -0.0], {"top_k": 2}, {0, 1}),
+    "zeros of both signs": ([-0.0, 0.0, -1, -0.0], {"top_k": 1}, {0}),
     "top-p keeps equal logits": ([3, 1, 2, 2, 1], {"top_p": 0.6}, {0, 2, 3}),
     "min-p between positive logits": ([2, 1, 1.5], {"min_p": math.exp(-0.999)}, {0, 2}),
     "min-p between negative logits": ([-1, -2, -1.5], {"min_p": math.exp(-0.999)}, {0, 2}),
