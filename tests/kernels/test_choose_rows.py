@@ -3,6 +3,7 @@
 import ctypes
 import itertools
 import math
+import random
 from dataclasses import replace
 from functools import cache
 
@@ -31,6 +32,7 @@ EVERY = [
     Sampling(temp=0.9, **dict(zip(NAMES, values, strict=True)))
     for values in itertools.product(*(of for group in FILTERS for of in group.values()))
 ]
+random.Random(1).shuffle(EVERY)  # so that options differ between the sequences of a batch
 
 
 @cache
@@ -173,6 +175,48 @@ def test_the_order_of_threads_does_not_matter(order):
     check(rows_of(len(MIXED), 1, 300, 8, BF16, ties=order == 5), MIXED, 8, replace(QUICK, order=order))
 
 
+def threshold_at(logit: float) -> float:
+    """Return an XTC threshold that is the float32 probability of the second of the logits 0 and `logit`."""
+    chance, whole = np.float32(expf(logit)), np.float32(1 + np.float32(expf(logit)))
+    near = np.float32(chance / whole)
+    steps = (near, np.nextafter(near, np.float32(0)), np.nextafter(near, np.float32(1)))
+    return float(next(t for t in steps if t * whole == chance))
+
+
+BOUNDARIES = {
+    "top-k among equal logits": ([0, 1, 1, 2, 1, 1], {"top_k": 3}, {1, 2, 3}),
+    "the last of equal logits": ([1, 1, 1, 1], {"top_k": 3}, {0, 1, 2}),
+    "zeros of both signs": ([-0.0, 0.0, -1, -0.0], {"top_k": 1}, {0}),
+    "top-p keeps equal logits": ([3, 1, 2, 2, 1], {"top_p": 0.6}, {0, 2, 3}),
+    "min-p between positive logits": ([2, 1, 1.5], {"min_p": math.exp(-0.999)}, {0, 2}),
+    "min-p between negative logits": ([-1, -2, -1.5], {"min_p": math.exp(-0.999)}, {0, 2}),
+    "min-p keeps a logit at its bound": ([2, 1, 1.5], {"min_p": 1.0, "min_tokens_to_keep": 2}, {0, 2}),
+    "min-p keeps the first of equal ones": ([0, 2, 0, 0], {"min_p": 1.0, "min_tokens_to_keep": 3}, {0, 1, 2}),
+    "XTC keeps the least above": ([2, 1, 1, -3], {"xtc_threshold": 0.1}, {1, 2, 3}),
+    "XTC keeps special tokens": ([2, 2, 1, -3], {"xtc_threshold": 0.1, "xtc_special_tokens": (1,)}, {1, 2, 3}),
+    "XTC's threshold itself": ([0, -1.25], {"xtc_threshold": threshold_at(-1.25)}, {0, 1}),
+    "XTC's threshold 0": ([0, -1, -2, -2], {"xtc_threshold": 0.0}, {2, 3}),
+    "XTC of what top-p left": ([2, 1.5, 0, 0], {"xtc_threshold": 0.35, "top_p": 0.7}, {1}),
+    "top-k of what XTC left": ([2, 1, 0, -1], {"xtc_threshold": 0.2, "top_k": 2}, {1, 2}),
+    "no bound by maxima that XTC removed": (
+        [0, 1, 0] + [0] * 1027 + [3],  # thread 6's greatest is token 1030
+        {"xtc_threshold": 0.001, "xtc_special_tokens": (6,), "top_k": 1},
+        {1},
+    ),
+}
+
+
+@linux_only
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_exactly_these_tokens_remain(dtype):
+    """At a high temperature every token that remains is drawn in one of 32 rows."""
+    for name, (logits, filters, left) in BOUNDARIES.items():
+        options = Sampling(temp=1000.0, **{"xtc_probability": float("xtc_threshold" in filters)}, **filters)
+        rows = 32 if len(left) > 1 else 1
+        found = check(mx.broadcast_to(mx.array(logits, dtype), (1, rows, len(logits))), [options], 1)
+        assert set(found[0]) == left, name
+
+
 @linux_only
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_values_of_all_sizes(dtype):
@@ -205,7 +249,7 @@ def without_ties(n, rows, vocab_size, seed):
 @linux_only
 def test_a_seed_gives_the_tokens_of_each_row_alone():
     """The kernel, the reference and a loop over rows of mlx-lm's filters agree."""
-    for start in range(0, 24, 1 if SWEEP else 4):
+    for start in range(0, 24, 1 if SWEEP else 6):
         chosen = EVERY[start::24]
         logits, (key, position) = without_ties(len(chosen), 2, 45, start), at(start, len(chosen))
         many = choose_rows_ref(logits, chosen, key, position)
