@@ -251,7 +251,8 @@ def collect(
     count, nbytes, instructions, requests, own = (np.array(column, float) for column in (counts, *columns))
     requested = nbytes * requests
     memory = nbytes if at.caches else requested
-    return PassCosts(list(names), count, memory, requested, instructions, launched + float(count @ own), independent)
+    launched = float(launched + count @ own)
+    return PassCosts(list(names), count, memory, requested, instructions, launched, float(independent))
 
 
 def of_model(model: ModelOps, at: PassShape, chip: Chip) -> PassCosts:
@@ -265,7 +266,9 @@ def of_drafts(model: ModelOps, k: int, at: PassShape, chip: Chip) -> PassCosts:
     passes = model.draft_passes(k)
     ops = [(head, op, rows) for head, rows in passes for op in (*head.block.ops, head.lm_head)]
     work = [(1, op, 1 if op is head.lm_head else rows) for head, op, rows in ops]
-    launched, apart = sum(((DRAFT_LAUNCHES, 0) + launches(head.block.kind, at.on, rows) for head, rows in passes))
+    launched, apart = sum(
+        np.add((DRAFT_LAUNCHES, 0), launches(head.block.kind, at.on, rows)) for head, rows in passes
+    )
     return collect(work, at, chip, launched, apart)
 
 
