@@ -33,7 +33,7 @@ def on_grid(costs: PassCosts, chip: Chip, form: str) -> np.ndarray:
     """Return predicted seconds for every pair of shares [bandwidths, issues]."""
     memory = costs.nbytes / (chip.gbps * 1e9) / BANDWIDTHS[:, None, None]
     issue = costs.instructions / (chip.tflops * 1e12 / 2) / ISSUES[:, None]
-    return FORMS[form](memory, issue) @ costs.count + costs.launches * chip.launch
+    return FORMS[form](memory, issue) @ costs.count + costs.launch_seconds(chip)
 
 
 def misfit(rows: Iterable[PublishedPass], chip: Chip, form: str, caches: bool) -> np.ndarray:

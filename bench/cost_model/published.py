@@ -58,6 +58,11 @@ def read_unused() -> list[dict[str, str]]:
     return _lines("verify_unused.csv")
 
 
+def read_passes() -> list[dict[str, str]]:
+    """Return published times of stock MLX's passes: source, chip, model, bits, m, ms; speeds are converted to ms."""
+    return _lines("passes_published.csv")
+
+
 def _lines(name: str) -> list[dict[str, str]]:
     with (HERE / name).open(newline="") as file:
         return list(csv.DictReader(file))

@@ -1,11 +1,13 @@
 """Format the validation of the cost model as lines of text and as tables."""
 
 from collections.abc import Iterable, Sequence
+from statistics import median
 
 from rich.table import Table
 
 from mlx_mtp.bench.result import new_table
 from mlx_mtp.bench.roofline.chips import Chip
+from mlx_mtp.bench.roofline.tables import published_table
 
 from .published import PublishedPass, read_unused
 from .validation import Found, attention, fitted_to
@@ -15,7 +17,14 @@ def tables(
     chips: dict[str, Chip], rows: Sequence[PublishedPass], checked: Found, forms: Sequence[Found]
 ) -> list[Table]:
     """Yield tables of the constants, and of predictions next to published figures."""
-    return [constants(chips, rows), comparison(checked), attention_table(chips), unused(), forms_table(forms)]
+    return [
+        constants(chips, rows),
+        comparison(checked),
+        published_table(checked["passes"]),
+        attention_table(chips),
+        unused(),
+        forms_table(forms),
+    ]
 
 
 def summary(checked: Found) -> list[str]:
@@ -27,10 +36,9 @@ def summary(checked: Found) -> list[str]:
     for row in checked["rows"]:
         if row["verdict"] not in ("ok", "fitted"):
             lines.append(f"predicted badly, {row['source']} M = {row['m']}: {row['error']:+.1%}, {row['verdict']}")
-    for step in checked["plain"]:
-        error = f"{step['predicted'] / step['published'] - 1:+.1%}" + (f"; {step['note']}" if step["note"] else "")
-        times = f"{step['predicted'] * 1e3:.1f} ms, omlx#2238 {step['published'] * 1e3:.1f} ms"
-        lines.append(f"predicted plain step, {step['chip']} {step['model']}: {times}, {error}")
+    ratios = [step["predicted"] / step["published"] for step in checked["passes"] if not step["fitted"]]
+    spread = f"median {median(ratios):.2f}, from {min(ratios):.2f} to {max(ratios):.2f}"
+    lines.append(f"predicted over published ms of {len(ratios)} whole passes, not fitted: {spread}")
     return lines
 
 

@@ -73,7 +73,12 @@ def parts(name: str, model: ModelOps, chip: Chip, context: int) -> Table:
             alone = nbytes / chip.bandwidth * 1e12, counted / chip.rate * 1e12
             figures = (nbytes, requested, alone[0], counted, alone[1], op_seconds(costs, chip)[here].sum() * 1e3)
             table.add_row(side, part, *(f"{x:.2f}" for x in figures))
-        table.add_row(side, f"{costs.launches:.0f} launches", *[""] * 5, f"{costs.launches * chip.launch * 1e3:.2f}")
+        table.add_row(
+            side,
+            f"{costs.launches:.0f} launches, {costs.independent:.0f} of them independent",
+            *[""] * 5,
+            f"{costs.launch_seconds(chip) * 1e3:.2f}",
+        )
         table.add_section()
     return table
 

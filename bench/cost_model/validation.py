@@ -10,7 +10,7 @@ from mlx_mtp.bench.roofline.cost import FORM, PassShape, of_model, of_op, second
 from mlx_mtp.bench.roofline.models import MODELS
 from mlx_mtp.bench.roofline.ops import AttentionOp
 
-from .published import CONTEXT, PublishedPass
+from .published import CONTEXT, PublishedPass, read_passes
 
 Found = dict[str, Any]
 WITHIN = 0.25
@@ -19,11 +19,6 @@ REASONS = {
     "spread": "the chip's shapes span 1.73-3.03 at M=8: the model has no shapes, and no number is within 25% of both",
 }
 
-# Plain steps, from shares of 692 GB/s published by omlx#2238; not fitted.
-PLAIN = (
-    ("M3 Ultra", "Qwen3.6-35B-A3B", 0.338, "its launches alone take 9.7 ms at 5.5 us each; 2.4 us would fit"),
-    ("M3 Ultra", "Qwen3.6-27B", 0.939, "avlp12, which is fitted, has 29.7 ms"),
-)
 # GB/s of the cache reached by stock MLX's attention: query heads, KV heads, width, context, rows; not fitted.
 ATTENTION = (
     ("mlx#4076", "M5 Pro", (8, 1, 128), 8192, 1, 190),
@@ -89,14 +84,14 @@ def validation(rows: Sequence[PublishedPass], chips: dict[str, Chip]) -> Found:
     """Return published ratios of M rows with their predictions, and summaries by kind of row.
 
     rows: source, kind, chip, what, m, base, published, predicted, error, fitted, verdict. errors: of rows that were
-        not fitted. plain: published plain steps, also not fitted.
+        not fitted. passes: published times of whole passes, see `passes`.
     """
     fitted, tested = split(predict(rows, chips))
     kinds = ("all", *sorted({p.row.kind for p in tested}))
     return {
         "rows": [_row(p, True) for p in fitted] + [_row(p, False) for p in tested],
         "errors": {kind: _errors([p for p in tested if kind in ("all", p.row.kind)]) for kind in kinds},
-        "plain": [_plain(*line, chips) for line in PLAIN],
+        "passes": passes(rows, chips),
     }
 
 
@@ -113,11 +108,30 @@ def _errors(tested: Sequence[Prediction]) -> dict[str, float]:
     return dict(zip(("median", "greatest", "within", "rows"), errors(tested), strict=True))
 
 
-def _plain(chip: str, model: str, share: float, note: str, chips: dict[str, Chip]) -> dict[str, Any]:
-    step = MODELS[model]
-    published = (step.shared_bytes + step.routed_bytes) / (share * 692e9)
-    predicted = seconds(of_model(step, PassShape(1, context=CONTEXT), chips[chip]), chips[chip])
-    return {"chip": chip, "model": model, "published": published, "predicted": predicted, "note": note}
+def passes(rows: Iterable[PublishedPass], chips: dict[str, Chip]) -> list[dict[str, Any]]:
+    """Return published seconds of stock MLX's whole passes with predictions for their own bytes and launches.
+
+    Those of passes_published.csv are not fitted; of verify_published.csv the times of M <= 2 are (`fitted`).
+    """
+    timed = [row for row in rows if row.base_ms and row.what in MODELS]
+    found = {(row.source, row.chip, row.what, 4, row.base, row.base_ms, row.mlx, True) for row in timed}
+    found |= {(r.source, r.chip, r.what, 4, r.m, r.base_ms * r.ratio, r.mlx, r.m <= 2) for r in timed if r.base_ms}
+    lines = [(*(line[name] for name in ("source", "chip", "model")), *_numbers(line)) for line in read_passes()]
+    return [_pass(*line, chips=chips) for line in sorted([*found, *lines])]
+
+
+def _numbers(line: dict[str, str]) -> tuple[int, int, float, float, bool]:
+    return int(line["bits"]), int(line["m"]), float(line["ms"]), PassShape.mlx, False
+
+
+def _pass(
+    source: str, chip: str, model: str, bits: int, m: int, ms: float, mlx: float, fitted: bool, chips: dict[str, Chip]
+) -> dict[str, Any]:
+    costs = of_model(MODELS[model].with_fields(bits=bits), PassShape(m, context=CONTEXT, mlx=mlx), chips[chip])
+    counted = {"bytes": float(costs.count @ costs.nbytes), "launches": float(costs.launches)}
+    times = {"published": ms / 1e3, "predicted": seconds(costs, chips[chip])}
+    of = {"source": source, "chip": chip, "model": model, "bits": bits, "m": m, "fitted": fitted}
+    return {**of, **counted, "independent": float(costs.independent), **times}
 
 
 def attention(chips: dict[str, Chip]) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from . import batch, source
+from .graph import waits
 from .models import KINDS, MODELS
 from .steps import CYCLE, MLX_LM, Pair, StartState, of_cycles, of_model, with_kernels
 
@@ -41,18 +42,23 @@ def launches(names: Sequence[str], rows: int, out: Path | None) -> Table:
             cells = (str(own[of][0]), *("{}, {}".format(*side[of]) for side in (before, after)))
             table.add_row("" if i else name, of, *cells, end_section=of == CYCLE)
     if out:
-        write(out, found, rows)
+        write(out, found, {name: of_model(name, rows, alone=True, count=waits) for name in names}, rows)
     return table
 
 
-def write(file: Path, found: dict[str, dict[str, dict[str, Pair]]], rows: int) -> None:
+Counts = dict[str, dict[str, dict[str, Pair]]]
+
+
+def write(file: Path, found: Counts, waiting: Counts, rows: int) -> None:
     with file.open("w", newline="") as out:
         out.write(f"# python -m bench.launches --rows {rows} --out {file}\n")
         lines = csv.writer(out, lineterminator="\n")
-        lines.writerow(("model", "of", "kind", "kernels", "one_row", "more_rows"))
+        lines.writerow(("model", "of", "kind", "kernels", "one_row", "more_rows", "one_row_waits", "more_rows_waits"))
         for name, states in found.items():
             counted = [(of, on, pair) for on, counts in states.items() if on != MLX_LM for of, pair in counts.items()]
-            lines.writerows((name, of, KINDS.get((name, of), ""), on, *pair) for of, on, pair in counted)
+            lines.writerows(
+                (name, of, KINDS.get((name, of), ""), on, *pair, *waiting[name][on][of]) for of, on, pair in counted
+            )
 
 
 def launches_of_a_batch(names: Sequence[str]) -> Table:

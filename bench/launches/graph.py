@@ -6,6 +6,8 @@ shows where MLX copies: before a reshape that strides cannot express, and before
 Nothing is computed.
 """
 
+import io
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,6 +23,9 @@ from mlx_mtp.bench import census
 
 Strides = tuple[int, ...]
 RESHAPES = ("Reshape", "Flatten", "Unflatten")
+EDGE = re.compile(
+    r'\{ (\d+) \[label ="(\w+)"|(\S+) -> (\S+)'
+)  # of `mx.export_to_dot`: a primitive, or an array next to one
 ENSURED = 9  # index of the argument of a CustomKernel that makes its inputs contiguous
 
 
@@ -92,6 +97,41 @@ def launches(fn: Callable[..., Any], make: Callable[[], Sequence[mx.array]]) -> 
         found = census.operations(*fn(*arrays))
     with as_on_a_mac():
         return found + Counter(Copy=copies(fn, *make()))
+
+
+def total(fn: Callable[..., Any], make: Callable[[], Sequence[mx.array]]) -> int:
+    return launches(fn, make).total()
+
+
+def waits(fn: Callable[..., Any], make: Callable[[], Sequence[mx.array]]) -> int:
+    """Return the number of launches of fn(*make()) that wait for an earlier one, in the order of the graph.
+
+    MLX puts a barrier before a launch that reads an output of one since the last barrier; others run at the same
+    time. A copy counts as such a launch.
+    """
+    arrays, dot = make(), io.StringIO()
+    with as_on_a_mac(OneOperation):
+        mx.export_to_dot(dot, *fn(*arrays))
+    with as_on_a_mac():
+        return barriers(dot.getvalue()) + copies(fn, *make())
+
+
+def barriers(dot: str) -> int:
+    """Return the number of barriers between the launches of a graph that `mx.export_to_dot` wrote."""
+    made: dict[str, set[str]] = {}  # the launches that an array, or a view's primitive, comes from
+    running, found = set[str](), 0
+    views = set[str]()
+    for node, name, source, target in EDGE.findall(dot):
+        if node:
+            made[node] = set()
+            views |= {node} if name in census.VIEWS else set()
+        elif source in made and source.isdigit():
+            made[target] = made[source] if source in views else {source}
+            if source not in views | running:
+                found, running = (found + 1, {source}) if made[source] & running else (found, running | {source})
+        else:
+            made[target] |= made.get(source, set())
+    return found
 
 
 def copies(fn: Callable[..., Any], *arrays: mx.array) -> int:

@@ -31,8 +31,10 @@ from mlx_mtp.layers import gated_delta
 from mlx_mtp.tuning import kernel_switch
 from mlx_mtp.tuning.plan import Plan
 
-from .graph import launches
+from .graph import total
 from .models import MODELS, WIDTH
+
+Count = Callable[[Callable[..., Any], Callable[[], Sequence[mx.array]]], int]
 
 
 def make(build: Callable[[], Any]) -> Any:
@@ -79,16 +81,16 @@ def _seek(caches: list[Any], offset: int, limit: int) -> None:
 
 
 class StartState:
-    """A model's caches after a prompt and a verify of `rows` rows, restored before each count."""
+    """A model's caches after a prompt and a verify of `rows` rows, restored before each `count`."""
 
-    def __init__(self, model: Any, rows: int):
+    def __init__(self, model: Any, rows: int, count: Count = total):
         with mock.patch.object(mx, "eval"):  # only the shapes of the caches are used
             cache = reached(model, rows)
         blank = {id(part): mx.zeros_like(part) for c in cache.caches for part in c.parts}  # layers share positions
         for c in cache.caches:
             c.parts = tuple(blank[id(part)] for part in c.parts)
         mx.eval(cache.arrays)
-        self.model, self.rows, self.cache, self.mark = model, rows, cache, cache.mark()
+        self.model, self.rows, self.cache, self.mark, self.count = model, rows, cache, cache.mark(), count
 
     def restored(self) -> PromptCache:
         self.cache.restore(self.mark)
@@ -96,7 +98,7 @@ class StartState:
 
     def up_to(self, last: int) -> int:
         """Return the launches of a verify by all layers up to `last`."""
-        return launches(partial(self._run, last), self._zeros).total()
+        return self.count(partial(self._run, last), self._zeros)
 
     def _zeros(self) -> list[mx.array]:
         self.restored()
@@ -140,10 +142,10 @@ Pair = tuple[int, int]
 
 
 class MlxLm:
-    """mlx-lm's own model and caches after a prompt, restored before each count of a one-row step."""
+    """mlx-lm's own model and caches after a prompt, restored before each `count` of a one-row step."""
 
-    def __init__(self, model: Any):
-        self.model = twin(model)
+    def __init__(self, model: Any, count: Count = total):
+        self.model, self.count = twin(model), count
         self.caches = mlx_lm_make_prompt_cache(self.model)
         self.model(mx.array([[1, 1, 1, 1]]), cache=self.caches)
         mx.eval(self._written())
@@ -157,7 +159,7 @@ class MlxLm:
                 x = layer(x, mask=None, cache=cache)
             return [x, *self._written()]
 
-        return launches(run, lambda: self._restored(mx.zeros((1, 1, WIDTH), mx.bfloat16))).total()
+        return self.count(run, lambda: self._restored(mx.zeros((1, 1, WIDTH), mx.bfloat16)))
 
     def step(self) -> int:
         """Return the launches of a greedy step of mlx-lm's loop."""
@@ -167,7 +169,7 @@ class MlxLm:
             logprobs = logits - mx.logsumexp(logits, keepdims=True)
             return [mx.argmax(logprobs, axis=-1), logprobs.squeeze(0), *self._written()]
 
-        return launches(run, lambda: self._restored(mx.array([1]))).total()
+        return self.count(run, lambda: self._restored(mx.array([1])))
 
     def _restored(self, x: mx.array) -> list[mx.array]:
         for cache, state in zip(self.caches, copy.deepcopy(self.held), strict=True):
@@ -191,22 +193,22 @@ def of_cycles(state: StartState, rows: int) -> dict[str, Pair]:
     def run(*arrays: mx.array) -> list[mx.array]:
         return built(state.model, state.restored(), *arrays)
 
-    one, more = (launches(run, partial(_before, m)).total() for m in (1, rows))
+    one, more = (state.count(run, partial(_before, m)) for m in (1, rows))
     return {CYCLE: (one, more)}
 
 
-def of_model(name: str, rows: int, alone: bool = False) -> dict[str, dict[str, Pair]]:
+def of_model(name: str, rows: int, alone: bool = False, count: Count = total) -> dict[str, dict[str, Pair]]:
     """Return launches of mlx-lm at one row, and of our loop without kernels and with all kernels.
 
-    alone: also with each kind of KERNELS alone, without cycles.
+    alone: also with each kind of KERNELS alone, without cycles. count: `total`, or `waits` for those alone.
     """
     build, layers = MODELS[name]
     model = make(build)
-    theirs = MlxLm(model)
+    theirs = MlxLm(model, count)
     found = {MLX_LM: {**of_layers([theirs, theirs], layers), CYCLE: (theirs.step(),) * 2}}
     sites = kernel_switch.place(model)
-    states = [StartState(model, m) for m in (1, rows)]
-    cycles = states[1] if rows == 4 else StartState(model, 4)
+    states = [StartState(model, m, count) for m in (1, rows)]
+    cycles = states[1] if rows == 4 else StartState(model, 4, count)
     kinds = {"none": (), **(KERNELS if alone else {}), "all": EVERY_OP}
     for on, ops in kinds.items():
         switch_kernels(sites, ops)

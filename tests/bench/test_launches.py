@@ -52,6 +52,16 @@ def test_a_reshape_counts_where_mlx_copies(fn, copied):
     assert launches(lambda x: [fn(x)], 4, 24)["Copy"] == copied
 
 
+def test_a_launch_waits_if_it_reads_an_output_since_the_last_barrier():
+    def waits(fn):
+        return graph.waits(fn, lambda: [mx.zeros((4, 4))])
+
+    assert waits(lambda x: [mx.exp(x), mx.sin(x)]) == 0
+    assert waits(lambda x: [mx.exp(mx.sin(x).T)]) == 1  # through a view
+    assert waits(lambda x: [mx.exp(x) + mx.sin(x)]) == 1
+    assert waits(lambda x: [mx.exp(mx.sin(mx.cos(x)))]) == 2
+
+
 def test_inputs_of_a_kernel_are_copied_unless_it_reads_strides():
     def launched(ensure):
         kernel = mx.fast.metal_kernel(

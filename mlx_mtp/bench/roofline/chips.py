@@ -17,7 +17,8 @@ class Chip:
     """A chip's published figures, and two shares that are fitted: of the bandwidth (`usable`) and of the issue rate.
 
     gbps: memory bandwidth in GB/s. tflops: of fp32. generation: of the GPU; 17 is the M5's.
-    launch: seconds that a launch adds to the kernels of a pass, each of which depends on earlier ones.
+    launch, independent: seconds that a launch adds to a pass if it waits for an earlier one, and if it does not.
+    launch_source: of these two, for tables.
     bandwidth, rate: usable bytes and instructions per second.
     """
 
@@ -27,6 +28,8 @@ class Chip:
     tflops: float
     memory: int  # maximum GB
     launch: float
+    independent: float
+    launch_source: str
     usable: float = 0.85  # share of the bandwidth if none is published
     issue: float = 1.0
 
@@ -39,10 +42,13 @@ class Chip:
         return self.tflops * 1e12 / 2 * self.issue
 
 
-def _chip(name: str, *figures: str) -> Chip:
-    generation, gbps, tflops, memory, usable, launch = (json.loads(figure or "null") for figure in figures)
+def _chip(name: str, *line: str) -> Chip:
+    *figures, source = line
+    generation, gbps, tflops, memory, usable, launch, independent = (
+        json.loads(figure or "null") for figure in figures
+    )
     share = usable / gbps if usable else Chip.usable
-    return Chip(name, generation, gbps, tflops, memory, launch * 1e-6, share)
+    return Chip(name, generation, gbps, tflops, memory, launch * 1e-6, independent * 1e-6, source, share)
 
 
 HERE = Path(__file__).parent

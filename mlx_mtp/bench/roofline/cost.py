@@ -10,7 +10,8 @@ read from memory once per pass on either side; caches serve repeated requests of
 are a plan until a Mac has timed them.
 
 Launches are counted in recorded graphs: `python -m bench.launches --out mlx_mtp/bench/roofline/launches.csv` writes
-`launches.csv`. Operations that mx.compile fuses are one. What a launch costs depends on the chip (`chips.csv`).
+`launches.csv`. Operations that mx.compile fuses are one. A launch costs more if it waits for an earlier one, as MLX's
+barriers decide; both costs depend on the chip (`chips.csv`). Launches of no counted layer are taken to wait.
 """
 
 import csv
@@ -65,10 +66,14 @@ ALL = frozenset(KERNELS)
 
 FILE = Path(__file__).with_name("launches.csv")
 # By kind of layer and active kernels ("none", a kind of KERNELS, "all"): launches at one row, and at more.
+# WAITS: those of them that wait for an earlier one.
 LAUNCHES: dict[str, dict[str, tuple[int, int]]] = {}
+WAITS: dict[str, dict[str, tuple[int, int]]] = {}
 for _line in csv.DictReader(FILE.read_text().splitlines()[1:]):
     if _line["kind"]:
-        LAUNCHES.setdefault(_line["kind"], {})[_line["kernels"]] = int(_line["one_row"]), int(_line["more_rows"])
+        for _table, _end in ((LAUNCHES, ""), (WAITS, "_waits")):
+            _pair = int(_line[f"one_row{_end}"]), int(_line[f"more_rows{_end}"])
+            _table.setdefault(_line["kind"], {})[_line["kernels"]] = _pair
 
 
 @dataclass(frozen=True)
@@ -96,13 +101,14 @@ class Cost(NamedTuple):
     launches: float = 0
 
 
-def launches(kind: str, on: Collection[str], rows: int) -> int:
-    """Return the number of launches of a layer. kind: a row of launches.csv.
+def launches(kind: str, on: Collection[str], rows: int) -> np.ndarray:
+    """Return the number of launches of a layer, and of those that wait for none. kind: a row of launches.csv.
 
     on: no kind of KERNELS, a single one, or all; KeyError for another number of kinds.
     """
     name = "none" if not on else "all" if set(on) >= ALL else "".join(on)
-    return LAUNCHES[kind][name][int(rows > 1)]
+    counted, waiting = (table[kind][name][int(rows > 1)] for table in (LAUNCHES, WAITS))
+    return np.array([counted, counted - waiting])
 
 
 def tile(chip: Chip) -> float:
@@ -214,7 +220,10 @@ def cost(op: Op, at: PassShape, chip: Chip) -> Cost:
 
 
 class PassCosts(NamedTuple):
-    """A pass as arrays over its operations: number of each, bytes from memory, bytes requested, instructions."""
+    """A pass as arrays over its operations: number of each, bytes from memory, bytes requested, instructions.
+
+    launches: of the pass. independent: number of them that wait for no earlier one.
+    """
 
     names: list[str]
     count: np.ndarray
@@ -222,12 +231,18 @@ class PassCosts(NamedTuple):
     requested: np.ndarray
     instructions: np.ndarray
     launches: float
+    independent: float
+
+    def launch_seconds(self, chip: Chip) -> float:
+        return (self.launches - self.independent) * chip.launch + self.independent * chip.independent
 
 
-def collect(work: Iterable[tuple[int, Op, int]], at: PassShape, chip: Chip, launched: float) -> PassCosts:
+def collect(
+    work: Iterable[tuple[int, Op, int]], at: PassShape, chip: Chip, launched: float, independent: float = 0
+) -> PassCosts:
     """Return the costs of a pass, from (count, operation, rows) of its work.
 
-    launched: launches of its layers, to which the operations' own launches are added.
+    launched: launches of its layers, to which the operations' own launches are added. independent: of `launched`.
     """
     work = list(work)
     shapes = {rows: replace(at, m=rows) for rows in {rows for *_, rows in work}}
@@ -236,13 +251,14 @@ def collect(work: Iterable[tuple[int, Op, int]], at: PassShape, chip: Chip, laun
     count, nbytes, instructions, requests, own = (np.array(column, float) for column in (counts, *columns))
     requested = nbytes * requests
     memory = nbytes if at.caches else requested
-    return PassCosts(list(names), count, memory, requested, instructions, launched + float(count @ own))
+    launched = float(launched + count @ own)
+    return PassCosts(list(names), count, memory, requested, instructions, launched, float(independent))
 
 
 def of_model(model: ModelOps, at: PassShape, chip: Chip) -> PassCosts:
     """Return the costs of a pass of the target over `at.m` rows."""
-    layers = sum(layer.count * launches(layer.kind, at.on, at.m) for layer in model.layers)
-    return collect([(count, op, at.m) for count, op in model.ops()], at, chip, STEP_LAUNCHES + layers)
+    layers, apart = sum(layer.count * launches(layer.kind, at.on, at.m) for layer in model.layers)
+    return collect([(count, op, at.m) for count, op in model.ops()], at, chip, STEP_LAUNCHES + layers, apart)
 
 
 def of_drafts(model: ModelOps, k: int, at: PassShape, chip: Chip) -> PassCosts:
@@ -250,8 +266,10 @@ def of_drafts(model: ModelOps, k: int, at: PassShape, chip: Chip) -> PassCosts:
     passes = model.draft_passes(k)
     ops = [(head, op, rows) for head, rows in passes for op in (*head.block.ops, head.lm_head)]
     work = [(1, op, 1 if op is head.lm_head else rows) for head, op, rows in ops]
-    launched = sum(DRAFT_LAUNCHES + launches(head.block.kind, at.on, rows) for head, rows in passes)
-    return collect(work, at, chip, launched)
+    launched, apart = sum(
+        np.add((DRAFT_LAUNCHES, 0), launches(head.block.kind, at.on, rows)) for head, rows in passes
+    )
+    return collect(work, at, chip, launched, apart)
 
 
 def of_op(op: Op, at: PassShape, chip: Chip) -> PassCosts:
@@ -269,4 +287,4 @@ def seconds(costs: PassCosts, chip: Chip, form: str = FORM) -> float:
 
     form: key in FORMS of the function that combines an operation's memory time and instruction time.
     """
-    return float(op_seconds(costs, chip, form).sum()) + costs.launches * chip.launch
+    return float(op_seconds(costs, chip, form).sum()) + costs.launch_seconds(chip)

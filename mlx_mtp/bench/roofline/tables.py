@@ -1,6 +1,6 @@
 """Format the result of `mlx-mtp bench model` as tables, and summarise the accuracy of the cost model."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -31,6 +31,9 @@ def tables(found: Result) -> Iterator[Table]:
         yield formats_table(found)
     if "links" in found:
         yield links_table(found)
+    chip = found.get("chip")
+    if lines := [line for line in found["validation"]["passes"] if chip is None or line["chip"] == chip["name"]]:
+        yield published_table(lines)
 
 
 def summary(found: Result) -> list[str]:
@@ -44,7 +47,9 @@ def summary(found: Result) -> list[str]:
     times = chip["fitted_to"]
     fitted = f"fitted to {times} published times of M <= 2" if times else "a prior: nothing published"
     shares = f"{chip['usable']:.2f} of {chip['gbps']:g} GB/s, {chip['issue']:.2f} of its issue rate"
-    return [f"constants of {chip['name']}: {shares}, {fitted}", *stored]
+    costs = f"{chip['launch'] * 1e6:g} us if it waits for an earlier one, else {chip['independent'] * 1e6:g} us"
+    launch = f"a launch: {costs} ({chip['launch_source']})"
+    return [f"constants of {chip['name']}: {shares}, {fitted}", launch, *stored]
 
 
 def floors_of(found: Result) -> dict[tuple[str, int], dict[str, dict[str, float]]]:
@@ -128,6 +133,19 @@ def links_table(found: Result) -> Table:
         of = list(group)
         times = (f"{line['seconds'] * 1e3:.2f}" for line in of)
         table.add_row(*label(phase, rows), str(of[0]["collectives"]), f"{of[0]['bytes'] / 1e3:.1f}", *times)
+    return table
+
+
+def published_table(lines: Iterable[dict[str, Any]]) -> Table:
+    """Return a table of published times of stock MLX's passes, and predictions for their own bytes and launches."""
+    columns = "source", "chip", "model", "M", "GB", "launches", "published ms", "predicted ms", "ratio"
+    caption = "context of 512 tokens; in brackets: launches that wait for no earlier one; * among the times fitted to"
+    table = new_table("predicted and published times of passes of stock MLX", *columns, left=3, caption=caption)
+    for x in lines:
+        counts = f"{x['bytes'] / 1e9:.1f}", f"{x['launches']:.0f} ({x['independent']:.0f})"
+        ratio = f"{x['predicted'] / x['published']:.2f}" + " *" * x["fitted"]
+        times = (f"{x[side] * 1e3:.1f}" for side in ("published", "predicted"))
+        table.add_row(x["source"], x["chip"], f"{x['model']}, {x['bits']} bits", str(x["m"]), *counts, *times, ratio)
     return table
 
 
