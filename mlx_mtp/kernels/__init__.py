@@ -10,6 +10,7 @@ from ._quantized import Quantized, served, splits, stock_product
 from ._routing import Routing, route_ref
 from ._source import on_metal, padded, source_bytes
 from .add_norm import add_norm, add_norm_ref
+from .change_logits import Changes, Paths, Words, change_logits, change_logits_ref, masked
 from .choose_rows import choose_rows, choose_rows_ref
 from .delta_inputs import DeltaInputs, Gates, delta_inputs, delta_inputs_ref
 from .gated_delta_verify import gated_delta_verify, gated_delta_verify_ref
@@ -18,7 +19,7 @@ from .mamba2_verify import mamba2_verify, mamba2_verify_ref
 from .norm_rope import RopeArguments, norm_rope, norm_rope_ref
 from .verify_attention import attention_served, attention_splits, verify_attention, verify_attention_ref
 from .verify_gemv import verify_gemv, verify_gemv_ref
-from .verify_head import draw_ref, masked, top_ref, verify_head, verify_head_draw, verify_head_ref, verify_head_top
+from .verify_head import draw_ref, top_ref, verify_head, verify_head_draw, verify_head_ref, verify_head_top
 from .verify_latent_attention import verify_latent_attention, verify_latent_attention_ref
 from .verify_moe import Experts, moe_splits, verify_moe, verify_moe_ref
 from .verify_qmm import verify_glu, verify_glu_ref, verify_qmm, verify_qmm_heads, verify_qmm_heads_ref, verify_qmm_ref

@@ -22,6 +22,7 @@ from ._quantized import (
 )
 from ._quantized import supported as supported_format
 from ._source import DTYPES, Maybe, constants, launch, on_metal, row_groups
+from .change_logits import masked
 from .verify_gemv import supported as supported_product
 
 Weights = Quantized | mx.array  # [N, K], quantized or not
@@ -33,7 +34,6 @@ DENSE_ROWS = 16  # rows whose sums a thread keeps for unquantized weights; quant
 LOGITS = 4096  # maximum logits in a threadgroup's memory
 SIMDGROUPS = 8  # per threadgroup
 UNREAD = (mx.uint32, 0, 0), (mx.uint32, 0), (mx.float32, 0.0)  # the Noise where nothing is drawn
-TO_SIGN = mx.array([*range(31, -1, -1)], mx.int32)  # shifts that move each bit of a word to its sign
 LEAST_COLUMNS = 8  # MLX passes a smaller bias in constant memory
 
 
@@ -43,17 +43,6 @@ def logits_ref(x: mx.array, weights: Weights, bias: Maybe = None) -> mx.array:
         return x @ weights.T if bias is None else mx.addmm(bias, x, weights.T)
     y = stock_product(x, weights)
     return y if bias is None else y + bias
-
-
-def masked(logits: mx.array, mask: Maybe) -> mx.array:
-    """Return logits [M, V], -infinity for the tokens t that a mask, int32 [M, words], forbids.
-
-    Bit t % 32 of word t // 32 allows token t; there are V bits or more. Without a mask the logits are returned.
-    """
-    if mask is None:
-        return logits
-    allowed = ((mask[:, :, None] << TO_SIGN) < 0).reshape(len(mask), -1)
-    return mx.where(allowed[:, : logits.shape[-1]], logits, -mx.inf)
 
 
 def draw_ref(logits: mx.array, key: mx.array, position: Any, temp: float) -> mx.array:

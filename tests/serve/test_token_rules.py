@@ -10,11 +10,12 @@ from letter_chats import make_tokenizer
 from sweep import sampled
 
 import mlx_mtp
+from mlx_mtp.decoding.logit_rules import LogitRules
 from mlx_mtp.serve.batch_decoder import BatchDecoder
 from mlx_mtp.serve.engine import Engine
 from mlx_mtp.serve.job import DecodeRequest, End, Job, RequestFailed, Served
 from mlx_mtp.serve.prefixes import Chunking, PrefixTree
-from mlx_mtp.serve.token_rules import BadWords, TokenRules, vocabulary
+from mlx_mtp.serve.token_rules import TokenRules, completions_of, vocabulary
 
 GREEDY, SEEDED = {"temp": 0.0, "seed": 1}, {"temp": 1.5, "seed": 3}
 XTC = {"temp": 1.0, "seed": 5, "xtc_probability": 0.7, "xtc_threshold": 0.05}
@@ -98,7 +99,7 @@ def test_rules_change_the_text(model, plain):
 
 def test_every_tokenization_of_a_word_is_excluded():
     tokenizer = Pieces("Ġcat", "c", "at", "a", "t", "Ġ", "Ċcat", "ca", "ts", "catalog", "Ã", "©", "<s>")
-    rules = BadWords(tokenizer, ["cat", "ca\ts", "é"], prompt=2)
+    rules = LogitRules(bad_words=completions_of(tokenizer, ("cat", "ca\ts", "é")), prompt=2)
     assert vocabulary(tokenizer).texts[6:7] == [b"\ncat"]
     logits = mx.zeros((1, 14))
     for text, banned in {
@@ -128,7 +129,7 @@ class Pieces:
 
 
 def test_a_row_without_a_token_left_has_probabilities():
-    (process,) = TokenRules(ignore_eos=True).processors(Ends(), 1)
+    process = LogitRules(**TokenRules(ignore_eos=True).changes(Ends(), 1))
     row = process(mx.array([1]), mx.zeros((1, 4), mx.float16))
     assert mx.isfinite(row - mx.logsumexp(row, axis=-1, keepdims=True)).all().item()
 
