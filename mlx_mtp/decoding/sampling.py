@@ -76,7 +76,7 @@ class Picker:
     sampler: Sampler | None = None
     processors: Sequence[LogitsProcessor] = ()
     logprobs: bool = False
-    key: mx.array = field(default_factory=lambda: mx.zeros(2, mx.uint32))
+    key: mx.array = field(default_factory=lambda: mx.array([0, 0], mx.uint32))
     draft_sampling: str = "coupled"
     matcher: Matcher | None = None
 
