@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from mlx_lm.sample_utils import make_logits_processors
-
+from ..decoding.logit_rules import LogitRules
 from ..decoding.sampling import Sampling
 from ..session import ChatSession
 from .terminal import printable
@@ -26,7 +25,7 @@ def apply_penalties(session: ChatSession, penalties: Mapping[str, float]) -> Non
     if penalties.get("repetition_penalty", 1.0) <= 0:
         raise ValueError(f"repetition_penalty={penalties['repetition_penalty']}: allowed is above 0")
     active: dict[str, Any] = {name: value for name, value in penalties.items() if value != PENALTIES[name]}
-    session.change(logits_processors=make_logits_processors(**active) if active else None)
+    session.change(logits_processors=[LogitRules(**active)] if active else None)
 
 
 def settings(session: ChatSession, penalties: Mapping[str, float]) -> str:

@@ -7,8 +7,8 @@ import mlx.core as mx
 import numpy as np
 
 from ..grammar import Matcher
+from ..kernels import bits
 
-TO_SIGN = mx.array([*range(31, -1, -1)], mx.int32)  # shifts that move each bit of a word to its sign
 Masks = Sequence[mx.array | None]  # per sequence, int32 [R, words] of its R rows; None without a grammar
 
 
@@ -27,7 +27,4 @@ def mask_row(matcher: Matcher | None, tokens: Any) -> mx.array | None:
 
 def masked(logits: mx.array, mask: mx.array) -> mx.array:
     """Return logits [M, V], -infinity for the tokens that a mask, int32 [M, words], forbids."""
-    allowed = ((mask[:, :, None] << TO_SIGN) < 0).reshape(len(mask), -1)
-    if allowed.shape != logits.shape:
-        allowed = allowed[:, : logits.shape[-1]]
-    return mx.where(allowed, logits, -mx.inf)
+    return mx.where(bits(mask, logits.shape[-1]), logits, -mx.inf)

@@ -10,6 +10,7 @@ from ._quantized import Quantized, served, splits, stock_product
 from ._routing import Routing, route_ref
 from ._source import on_metal, padded, source_bytes
 from .add_norm import add_norm, add_norm_ref
+from .change_logits import Changes, Paths, Words, bits, change_logits, change_logits_ref
 from .delta_inputs import DeltaInputs, Gates, delta_inputs, delta_inputs_ref
 from .draw_top import draw_top
 from .gated_delta_verify import gated_delta_verify, gated_delta_verify_ref

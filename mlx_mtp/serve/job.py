@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from mlx_lm.sample_utils import make_logits_processors
-
 from ..cache.prompt_cache import PromptCache
 from ..decoding.buffer_count import Buffers
+from ..decoding.logit_rules import LogitRules
 from ..decoding.memory_needs import RESERVED_TOKENS
 from ..decoding.picture_rows import encoding
 from ..decoding.stats import Stats
@@ -36,7 +35,7 @@ class DecodeRequest:
 
     prompt:   token ids; rows of pictures are negative. pictures: those of the prompt, in its order.
     turns:    positions at which later prompts may start to differ from the prompt. stops: stop strings.
-    sampling: keyword arguments of `stream_generate`; penalties: of mlx-lm's `make_logits_processors`.
+    sampling: keyword arguments of `stream_generate`; penalties: of `LogitRules`.
     logprobs: number of most likely tokens to return with each token; None for no log probabilities.
     chat:     split the text into reasoning, content and tool calls; one_call: end after the first tool call.
     tools:    functions that the answer may call, in OpenAI's form, or None; rules: excluded tokens.
@@ -330,11 +329,9 @@ def _decode(
     options = {**served.options, **request.sampling, "max_tokens": max_tokens, "stats": stats}
     options |= {"logprobs": request.logprobs is not None, "grammar": request.grammar}
     options["pictures"] = request.pictures
-    processors = request.rules.processors(served.tokenizer, len(request.prompt))
-    if request.penalties:
-        processors = [*make_logits_processors(**request.penalties), *processors]
-    if processors:
-        options["logits_processors"] = [*(options.get("logits_processors") or ()), *processors]
+    rules = request.penalties | request.rules.arguments(served.tokenizer, len(request.prompt))
+    if rules:
+        options["logits_processors"] = [*(options.get("logits_processors") or ()), LogitRules(**rules)]
     options["stop_tokens"] = (*options.get("stop_tokens", ()), *request.rules.stop_tokens)
     reasoned, first, reason, rest = 0, 0.0, "stop", request.prompt[caches[0].offset :]
     if served.batch:

@@ -1,8 +1,8 @@
-"""Exclude tokens from an answer with logits processors, and look up the log probabilities of its tokens."""
+"""Exclude tokens from an answer, and look up the log probabilities of its tokens."""
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from importlib import import_module
 from itertools import accumulate
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..decoding.sampling import LogitsProcessor
+from ..decoding.logit_rules import BadWords
 from ..generate import GenerationResponse
 from .answer import TokenLogprob
 
@@ -36,108 +36,39 @@ class TokenRules(NamedTuple):
     bad_words: Sequence[str] = ()
     allowed: Sequence[int] = ()
 
-    def processors(self, tokenizer: Any, prompt: int) -> list[LogitsProcessor]:
-        """Return logits processors, [] if none is needed, that apply the rules after a prompt of `prompt` tokens.
+    def arguments(self, tokenizer: Any, prompt: int) -> dict[str, Any]:
+        """Return arguments of `LogitRules`, {} if none is needed, that apply the rules after `prompt` tokens.
 
         Ending at `stop_tokens` is left to the caller.
         """
-        ends, found = tokenizer.eos_token_ids, list[LogitsProcessor]()
+        ends, found = tokenizer.eos_token_ids, dict[str, Any]()
         if self.allowed:
-            found.append(_only({*self.allowed, *ends, *self.stop_tokens}))
+            found["allowed"] = {*self.allowed, *ends, *self.stop_tokens}
         if self.bad_words:
-            found.append(BadWords(tokenizer, self.bad_words, prompt))
+            found |= {"bad_words": bad_words_of(tokenizer, tuple(self.bad_words)), "prompt": prompt}
         if self.min_tokens > 0:
-            found.append(_without({*ends, *self.stop_tokens}, before=prompt + self.min_tokens))
+            found |= {"early": {*ends, *self.stop_tokens}, "until": prompt + self.min_tokens}
         if self.ignore_eos:
-            found.append(_without(ends))
+            found["banned"] = ends
         return found
 
 
 NO_RULES = TokenRules()
 
 
-def _without(tokens: Collection[int], before: float = float("inf")) -> LogitsProcessor:
-    """Return a logits processor that excludes these tokens at positions below `before`, counted with the prompt."""
-    ids = mx.array(sorted(tokens), mx.int32)
-    return lambda tokens, logits: masked(logits, ids) if ids.size and tokens.shape[0] < before else logits
-
-
-def _only(tokens: Collection[int]) -> LogitsProcessor:
-    """Return a logits processor that excludes all tokens except these."""
-    ids = mx.array(sorted(tokens), mx.int32)[None]
-
-    def process(tokens: mx.array, logits: mx.array) -> mx.array:
-        kept = mx.take_along_axis(logits, ids, axis=-1)
-        return mx.put_along_axis(mx.full(logits.shape, _least(logits), logits.dtype), ids, kept, axis=-1)
-
-    return process
-
-
-def masked(logits: mx.array, ids: mx.array) -> mx.array:
-    """Return logits [1, V] in which those of tokens `ids` [n] are the minimum of the dtype.
-
-    That is finite, so that a row of nothing else still has probabilities.
-    """
-    return mx.put_along_axis(logits, ids[None], mx.array(_least(logits), logits.dtype), axis=-1)
-
-
-def _least(logits: mx.array) -> float:
-    return mx.finfo(logits.dtype).min
-
-
-class BadWords:
-    """A logits processor that excludes tokens that contain or, in the answer, complete one of `words`.
-
-    prompt: number of the prompt's tokens.
-    """
-
-    def __init__(self, tokenizer: Any, words: Sequence[str], prompt: int):
-        self._completions, self._prompt = completions_of(tokenizer, tuple(words)), prompt
-
-    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        start = max(self._prompt, tokens.shape[0] - self._completions.longest)
-        answer: Any = tokens[start:].tolist()
-        ids = self._completions.after(answer)
-        ids = ids[ids < logits.shape[-1]]
-        return masked(logits, mx.array(ids)) if ids.size else logits
-
-
-class Completions:
-    """The tokens that contain one of `words`, each of one byte or more, or complete one after other tokens.
-
-    longest: number of bytes of the longest word. ranges: by each start of a word after which one token can complete
-    it, the ranges of `TokenBytes.order` with these tokens.
-    """
-
-    def __init__(self, tokenizer: Any, words: tuple[str, ...]):
-        self._vocabulary = vocabulary(tokenizer)
-        self.longest, self.ranges = 0, dict[bytes, list[tuple[int, int]]]()
-        always, given = set[int](), {word.encode() for word in words}
-        # A word that contains another one is excluded with it. Without these words no token is in two ranges at once.
-        for word in given - {word for word in given if any(each in word for each in given - {word})}:
-            self.longest = max(self.longest, len(word))
-            always.update(self._vocabulary.containing(word))
-            for length in range(max(1, len(word) - self._vocabulary.longest), len(word)):
-                if any(found := self._vocabulary.starting(word[length:])):
-                    self.ranges.setdefault(word[:length], []).append(found)
-        self._always = np.array(sorted(always), np.int32)
-        self._lengths = sorted({*map(len, self.ranges)})
-
-    def after(self, answer: list[int]) -> np.ndarray:
-        """Return the ids, int32 [n], of the tokens that the rules exclude after the last tokens of an answer.
-
-        It looks up one text for each length of a key of `ranges`, whatever the number of words.
-        """
-        texts = self._vocabulary.texts
-        tail = b"".join(texts[token] for token in answer if token < len(texts))
-        found = {each for n in self._lengths if n <= len(tail) for each in self.ranges.get(tail[-n:], ())}
-        return np.concatenate([self._always, *(self._vocabulary.order[first:end] for first, end in found)])
-
-
 @lru_cache(maxsize=128)  # more than the default queue has room for
-def completions_of(tokenizer: Any, words: tuple[str, ...]) -> Completions:
-    """Return the `Completions` of words; cached, so that the parsing of a request can make them before decoding."""
-    return Completions(tokenizer, words)
+def bad_words_of(tokenizer: Any, words: tuple[str, ...]) -> BadWords:
+    """Return the `BadWords` of words, each of one byte or more; cached, so that parsing a request can make them."""
+    known, always, given = vocabulary(tokenizer), set[int](), {word.encode() for word in words}
+    ranges = dict[bytes, list[tuple[int, int]]]()
+    # A word that contains another one is excluded with it. Without these words no token is in two ranges at once.
+    given -= {word for word in given if any(each in word for each in given - {word})}
+    for word in given:
+        always.update(known.containing(word))
+        for length in range(max(1, len(word) - known.longest), len(word)):
+            if any(found := known.starting(word[length:])):
+                ranges.setdefault(word[:length], []).append(found)
+    return BadWords(known.texts, known.order, always, ranges, max(map(len, given)))
 
 
 class TokenBytes:
