@@ -145,8 +145,8 @@ def changes_of(rules: tuple[LogitRules, ...], vocab: int) -> Changes:
     if any(each.logit_bias for each in rules):
         values = np.full((len(rules), vocab), -0.0, np.float32)  # x + -0.0 is x, for every x
         for row, each in zip(values, rules, strict=True):
-            for token, value in each.logit_bias.items():
-                row[token] = value
+            ids = _within(each.logit_bias, vocab)
+            row[ids] = [each.logit_bias[token] for token in ids.tolist()]
         bias = mx.array(values)
     flags = np.zeros((len(rules), 2, -(-vocab // 32) * 32), bool)
     for row, each in zip(flags, rules, strict=True):
@@ -181,8 +181,7 @@ def _words(words: Sequence[BadWords | None], vocab: int) -> Words | None:
             entries[-1] += [(len(keys), len(key), *found) for found in ranges]
             keys += key
     most = max(map(len, entries))
-    # Padding is longer than any path, so that it matches none.
-    padded = [own + [(0, len(keys) + 1, 0, 0)] * (most - len(own)) for own in entries]
+    padded = [own + [(0, 1, 0, 0)] * (most - len(own)) for own in entries]  # with ranges of no token
     rank = np.full(max(vocab, len(texts)), len(texts), np.int32)
     rank[order] = np.arange(len(order))
     starts = np.zeros(rank.size + 1, np.int32)

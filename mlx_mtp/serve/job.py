@@ -329,8 +329,9 @@ def _decode(
     options = {**served.options, **request.sampling, "max_tokens": max_tokens, "stats": stats}
     options |= {"logprobs": request.logprobs is not None, "grammar": request.grammar}
     options["pictures"] = request.pictures
-    if changes := request.penalties | request.rules.changes(served.tokenizer, len(request.prompt)):
-        options["logits_processors"] = [*(options.get("logits_processors") or ()), LogitRules(**changes)]
+    rules = request.penalties | request.rules.arguments(served.tokenizer, len(request.prompt))
+    if rules:
+        options["logits_processors"] = [*(options.get("logits_processors") or ()), LogitRules(**rules)]
     options["stop_tokens"] = (*options.get("stop_tokens", ()), *request.rules.stop_tokens)
     reasoned, first, reason, rest = 0, 0.0, "stop", request.prompt[caches[0].offset :]
     if served.batch:

@@ -8,7 +8,7 @@ from ..generate import encoded
 from .fields import ModelInfo, Refused, boolean, check_characters, field_of, integer, number, shown, words
 from .job import DecodeRequest
 from .prompts import EncodedPrompt, TooLong, check_length
-from .token_rules import TokenRules, completions_of
+from .token_rules import TokenRules, bad_words_of
 
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
 CONTEXTS = ("repetition_context_size", "presence_context_size", "frequency_context_size")
@@ -123,7 +123,7 @@ def _sampling(body: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
 
 
 def _penalties(body: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
-    """Return arguments of mlx-lm's `make_logits_processors` that have an effect, the request's or the default.
+    """Return penalties and bias of `LogitRules` that have an effect, the request's or the default.
 
     Context sizes are only the request's: 0 removes its penalty, -1 becomes LARGE.
     Raises Refused for an invalid field.
@@ -167,7 +167,7 @@ def _rules(body: dict[str, Any], info: ModelInfo, most: int | None) -> TokenRule
     if most is not None and 0 < most < least:
         raise Refused(f"min_tokens={least}: allowed is at most max_tokens, {most}", param="min_tokens")
     if bad := words(body, "bad_words"):
-        completions_of(info.tokenizer, bad)  # here, not on the thread that decodes
+        bad_words_of(info.tokenizer, bad)  # here, not on the thread that decodes
     return TokenRules(
         min_tokens=max(0, least),
         ignore_eos=boolean(body, "ignore_eos"),

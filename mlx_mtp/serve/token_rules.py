@@ -1,4 +1,4 @@
-"""State the tokens that an answer excludes, and look up the log probabilities of its tokens."""
+"""Exclude tokens from an answer, and look up the log probabilities of its tokens."""
 
 import re
 from bisect import bisect_left, bisect_right
@@ -36,38 +36,39 @@ class TokenRules(NamedTuple):
     bad_words: Sequence[str] = ()
     allowed: Sequence[int] = ()
 
-    def changes(self, tokenizer: Any, prompt: int) -> dict[str, Any]:
-        """Return the arguments of `LogitRules` that apply the rules after a prompt of `prompt` tokens; {} if none do.
+    def arguments(self, tokenizer: Any, prompt: int) -> dict[str, Any]:
+        """Return arguments of `LogitRules`, {} if none is needed, that apply the rules after `prompt` tokens.
 
         Ending at `stop_tokens` is left to the caller.
         """
-        ends, found = {*tokenizer.eos_token_ids}, dict[str, Any]()
+        ends, found = tokenizer.eos_token_ids, dict[str, Any]()
         if self.allowed:
             found["allowed"] = {*self.allowed, *ends, *self.stop_tokens}
         if self.bad_words:
-            found |= {"bad_words": completions_of(tokenizer, tuple(self.bad_words)), "prompt": prompt}
+            found |= {"bad_words": bad_words_of(tokenizer, tuple(self.bad_words)), "prompt": prompt}
         if self.min_tokens > 0:
             found |= {"early": {*ends, *self.stop_tokens}, "until": prompt + self.min_tokens}
-        return found | ({"banned": ends} if self.ignore_eos else {})
+        if self.ignore_eos:
+            found["banned"] = ends
+        return found
 
 
 NO_RULES = TokenRules()
 
 
 @lru_cache(maxsize=128)  # more than the default queue has room for
-def completions_of(tokenizer: Any, words: tuple[str, ...]) -> BadWords:
-    """Return the tokens that contain or complete one of `words`, each of a byte or more; cached."""
-    tokens = vocabulary(tokenizer)
-    always, ranges = set[int](), dict[bytes, list[tuple[int, int]]]()
-    given = {word.encode() for word in words}
+def bad_words_of(tokenizer: Any, words: tuple[str, ...]) -> BadWords:
+    """Return the `BadWords` of words, each of one byte or more; cached, so that parsing a request can make them."""
+    known, always, given = vocabulary(tokenizer), set[int](), {word.encode() for word in words}
+    ranges = dict[bytes, list[tuple[int, int]]]()
     # A word that contains another one is excluded with it. Without these words no token is in two ranges at once.
-    kept = given - {word for word in given if any(each in word for each in given - {word})}
-    for word in kept:
-        always.update(tokens.containing(word))
-        for length in range(max(1, len(word) - tokens.longest), len(word)):
-            if any(found := tokens.starting(word[length:])):
+    given -= {word for word in given if any(each in word for each in given - {word})}
+    for word in given:
+        always.update(known.containing(word))
+        for length in range(max(1, len(word) - known.longest), len(word)):
+            if any(found := known.starting(word[length:])):
                 ranges.setdefault(word[:length], []).append(found)
-    return BadWords(tokens.texts, tokens.order, sorted(always), ranges, max(map(len, kept), default=0))
+    return BadWords(known.texts, known.order, always, ranges, max(map(len, given)))
 
 
 class TokenBytes:

@@ -163,7 +163,7 @@ def test_a_job_whose_logits_processor_raises_fails_alone(engine, tiny_models, mo
             raise ZeroDivisionError("of its own")
         return logits
 
-    monkeypatch.setattr("mlx_mtp.serve.job.make_logits_processors", lambda **_: [broken])
+    monkeypatch.setattr("mlx_mtp.serve.job.LogitRules", lambda **_: broken)
     clients = [
         Client(DecodeRequest([i, 2, 3], max_tokens=20, penalties={"any": i} if i == 1 else {})) for i in range(3)
     ]

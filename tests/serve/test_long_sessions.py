@@ -149,7 +149,7 @@ def test_a_follow_up_prefills_only_tokens_without_rows(
     models, start, monkeypatch, kind, ending, decoded, prompts, at_once
 ):
     """Immediately and after idle time; the previous answer was decoded alone or with another one."""
-    monkeypatch.setattr("mlx_mtp.serve.job.make_logits_processors", lambda **_: [broken])
+    monkeypatch.setattr("mlx_mtp.serve.job.LogitRules", lambda **_: broken)
     model, later = models(kind), {}
     requests = [asked(model, [*prompt], ending) for prompt in prompts]
     stop_tokens = requests[0][2][SHOWN : SHOWN + 1] if ending == "itself" else ()

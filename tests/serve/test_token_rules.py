@@ -15,7 +15,7 @@ from mlx_mtp.serve.batch_decoder import BatchDecoder
 from mlx_mtp.serve.engine import Engine
 from mlx_mtp.serve.job import DecodeRequest, End, Job, RequestFailed, Served
 from mlx_mtp.serve.prefixes import Chunking, PrefixTree
-from mlx_mtp.serve.token_rules import TokenRules, completions_of, vocabulary
+from mlx_mtp.serve.token_rules import TokenRules, vocabulary
 
 GREEDY, SEEDED = {"temp": 0.0, "seed": 1}, {"temp": 1.5, "seed": 3}
 XTC = {"temp": 1.0, "seed": 5, "xtc_probability": 0.7, "xtc_threshold": 0.05}
@@ -60,6 +60,10 @@ def answers(model, k, requests, *, batched=True):
     return [(text, end.reason, end.stats.generation_tokens) for text, end in zip(texts, ends, strict=True)]
 
 
+def rules_of(rules, tokenizer, prompt):
+    return LogitRules(**rules.arguments(tokenizer, prompt))
+
+
 def request_of(rules, sampling):
     return DecodeRequest(PROMPT, max_tokens=MOST, sampling=sampling, rules=rules)
 
@@ -99,7 +103,7 @@ def test_rules_change_the_text(model, plain):
 
 def test_every_tokenization_of_a_word_is_excluded():
     tokenizer = Pieces("Ġcat", "c", "at", "a", "t", "Ġ", "Ċcat", "ca", "ts", "catalog", "Ã", "©", "<s>")
-    rules = LogitRules(bad_words=completions_of(tokenizer, ("cat", "ca\ts", "é")), prompt=2)
+    rules = rules_of(TokenRules(bad_words=("cat", "ca\ts", "é")), tokenizer, 2)
     assert vocabulary(tokenizer).texts[6:7] == [b"\ncat"]
     logits = mx.zeros((1, 14))
     for text, banned in {
@@ -119,7 +123,7 @@ class Pieces:
     """Return a byte-level BPE tokenizer with these tokens."""
 
     def __init__(self, *pieces):
-        self.pieces, self.added_tokens_decoder = list(pieces), {}
+        self.pieces, self.added_tokens_decoder, self.eos_token_ids = list(pieces), {}, ()
 
     def __len__(self):
         return len(self.pieces)
@@ -129,7 +133,7 @@ class Pieces:
 
 
 def test_a_row_without_a_token_left_has_probabilities():
-    process = LogitRules(**TokenRules(ignore_eos=True).changes(Ends(), 1))
+    process = rules_of(TokenRules(ignore_eos=True), Ends(), 1)
     row = process(mx.array([1]), mx.zeros((1, 4), mx.float16))
     assert mx.isfinite(row - mx.logsumexp(row, axis=-1, keepdims=True)).all().item()
 
