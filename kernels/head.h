@@ -69,8 +69,9 @@ METAL_FUNC void keep_first(
 }
 
 // Of a row's tile, which begins at a multiple of 32, the logits whose bits in `words` are 0 become -infinity; one simdgroup.
-METAL_FUNC void keep_allowed(
-    threadgroup float* tile, int size, int begin, int N, int lane, const device int* words) {
+// Words is a pointer: MLX passes few words in constant memory.
+template <typename Words>
+METAL_FUNC void keep_allowed(threadgroup float* tile, int size, int begin, int N, int lane, Words words) {
   for (int i = lane; i < min(size, N - begin); i += 32) {
     const bool allowed = words[(begin + i) / 32] >> lane & 1;
     tile[i] = allowed ? tile[i] : -INFINITY;

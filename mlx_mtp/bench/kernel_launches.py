@@ -163,11 +163,27 @@ def routers() -> Iterator[TimedLaunch]:
 
 
 def choices() -> Iterator[TimedLaunch]:
-    """Yield launches of choose_rows, with every filter."""
+    """Yield launches of choose_rows with every filter, and of change_logits with each kind of change."""
     options = Sampling(temp=1.0, top_p=0.9, min_p=0.01, min_tokens_to_keep=2, xtc_probability=1.0, top_k=2)
     for dtype, vocab_size in itertools.product(DTYPES, (64, 4096)):
         logits, key = mx.zeros((1, 2, vocab_size), dtype), mx.zeros((1, 2), mx.uint32)
         yield partial(kernels.choose_rows, logits, [options], key, mx.zeros((1,), mx.uint32))
+        for bias, bans, masked, words in itertools.product((False, True), repeat=4):
+            yield changing(logits, bias, bans, masked, words)
+
+
+def changing(logits: mx.array, bias: bool, bans: bool, masked: bool, words: bool) -> TimedLaunch:
+    """Return a launch of change_logits for logits [1, R, V], with these kinds of changes."""
+    n, rows, vocab_size = logits.shape
+    bits, bytes_ = mx.zeros((n, max(2, rows), vocab_size // 32), mx.int32), mx.zeros((8,), mx.uint8)
+    ranks = mx.zeros((vocab_size,), mx.int32), mx.zeros((vocab_size + 1,), mx.int32)
+    texts = kernels.Words(mx.zeros((n, 1, 4), mx.int32), bytes_, *ranks, bytes_) if words else None
+    own = mx.zeros((n, vocab_size)) if bias else None, bits[:, :2] if bans else None
+    changes = kernels.Changes(mx.zeros((n, 3)), mx.zeros((n, 3), mx.int32), *own, texts)
+    tails = mx.zeros((n, 8), mx.uint8), mx.zeros((n,), mx.int32)
+    context, drafts = mx.zeros((n, 8), mx.int32), mx.zeros((n, rows - 1), mx.int32)
+    paths = kernels.Paths(context, drafts, mx.zeros((n,), mx.int32), *tails)
+    return partial(kernels.change_logits, logits, changes, paths, bits[:, :rows] if masked else None)
 
 
 def attention(dtype: mx.Dtype) -> Iterator[TimedLaunch]:

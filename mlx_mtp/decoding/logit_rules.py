@@ -69,7 +69,7 @@ class LogitRules:
         return max(size for _, size in self.penalties)
 
     def tail(self, history: np.ndarray) -> bytes:
-        """Return the newest bytes of an answer, as many as `bad_words` need or the answer has."""
+        """Return the newest bytes of an answer, at most those that `bad_words` need."""
         if self.bad_words is None:
             return b""
         texts, longest, found = self.bad_words.texts, self.bad_words.longest, b""

@@ -37,8 +37,13 @@ def pick(
     logits = changed(model.logits(hidden), rules, histories, drafts, first, fused=fused)
     if any(p.callers for p in pickers):
         logits = processed(logits, members, drafts, masks)
-    at, keys = mx.array(position).reshape(-1), mx.stack([p.key for p in pickers])
-    tokens = choose_rows(logits, [p.options for p in pickers], keys, at, fused=fused)
+    at = mx.array(position).reshape(-1)
+    if all(p.options.greedy for p in pickers):
+        tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
+    else:
+        tokens = choose_rows(
+            logits, [p.options for p in pickers], mx.stack([p.key for p in pickers]), at, fused=fused
+        )
     if not any(p.sampler or p.logprobs for p in pickers):
         return tokens, None
     return with_logprobs(tokens, logits, members, at)

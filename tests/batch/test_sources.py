@@ -88,9 +88,14 @@ def test_confidence_cuts_the_drafts_of_a_pool(subject, alone, verified, p_min):
 
 def test_drafts_of_a_pool_are_chosen_by_the_lm_heads_kernel(subject, monkeypatch):
     """One launch for all sequences, if the kernel is on for that number of rows; no logits are written."""
-    model, rows, real = subject("step3p5").model, [], LMHeadSite.ours
+    model, rows, real = subject("step3p5").model, [], LMHeadSite.tokens
     expected, _ = together(model, num_draft_tokens=2, prompt_lookup=False)
-    monkeypatch.setattr(LMHeadSite, "ours", lambda site, x: rows.append(x.shape[0]) or real(site, x))
+
+    def noted(site, x, *mask, fused):
+        rows.append(x.shape[0])
+        return real(site, x, *mask, fused=fused)
+
+    monkeypatch.setattr(LMHeadSite, "tokens", noted)
     heads = place_heads(model)
     for head in heads:
         head.rows = frozenset({1, 2, 3, 6, 9})

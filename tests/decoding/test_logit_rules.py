@@ -1,6 +1,7 @@
 """Compare rules of logits, in all rows of several sequences at once, with mlx-lm's processors on each row alone."""
 
 import itertools
+from types import MappingProxyType
 
 import mlx.core as mx
 import numpy as np
@@ -26,7 +27,7 @@ QUICK = emulator.Options(traffic=False)
 class Tokenizer:
     """A byte-level tokenizer of PIECES."""
 
-    added_tokens_decoder: dict = {}
+    added_tokens_decoder = MappingProxyType({})
 
     def __len__(self):
         return len(PIECES)

@@ -5,9 +5,12 @@ from functools import partial
 import mlx.core as mx
 import mlx.nn as nn
 import moe_blocks
+import numpy as np
 from exact import draw
 
 from mlx_mtp.bench import kernels_cases
+from mlx_mtp.decoding import logit_rules
+from mlx_mtp.decoding.logit_rules import LogitRules
 from mlx_mtp.decoding.sampling import Sampling
 from mlx_mtp.kernels import choose_rows, verify_head_top
 from mlx_mtp.layers.experts import Mixture
@@ -28,6 +31,13 @@ def chosen():
     options = Sampling(temp=1.0, top_p=0.9, min_p=0.01, xtc_probability=1.0, xtc_threshold=0.2, top_k=5)
     logits, key = mx.random.normal((1, ROWS, 70)), mx.array([[7, 3]], mx.uint32)
     return lambda: [choose_rows(logits, [options], key, mx.array([12]))]
+
+
+def changed():
+    rules = LogitRules(logit_bias={3: 1.0}, repetition_penalty=1.3, frequency_penalty=0.5)
+    logits, drafts = mx.random.normal((1, ROWS, 70)), mx.array([[3] * (ROWS - 1)])
+    masks = [mx.full((ROWS, 3), -1, mx.int32)]
+    return lambda: [logit_rules.changed(logits, [rules], [np.array([1, 3], np.int32)], drafts, masks)]
 
 
 def head(quantized):
@@ -52,6 +62,7 @@ CALLS = {
     "verify_head verify_head_merge": lambda: head(quantized=True),
     "verify_head_dense verify_head_merge": lambda: head(quantized=False),
     "choose_rows": chosen,
+    "change_logits": changed,
     "add_norm": lambda: called(SMALL["add_norm"]()),
     "norm_rope": lambda: called(SMALL["norm_rope"]()),
 }
