@@ -106,9 +106,8 @@ def changed(
         return logits
     mask = None
     if present is not None:
-        free = mx.full(present.shape, -1, mx.int32) if any(each is None for each in masks) else None
-        each = [free if own is None else own for own in masks]
-        mask = mx.stack(each) if len(each) > 1 else present[None]
+        free = mx.full(present.shape, -1, mx.int32)
+        mask = mx.stack([free if own is None else own for own in masks]) if len(masks) > 1 else present[None]
     own = tuple(each or NONE for each in rules)
     past = [np.zeros(0, np.int32) if tokens is None else tokens for tokens in histories]
     contexts = [

@@ -77,7 +77,7 @@ def _changed(x: mx.array, changes: Changes, paths: Paths, i: int) -> mx.array:
         x = x + changes.bias[i].astype(x.dtype)
     tokens = paths.context[i] if drafts is None else mx.concatenate([paths.context[i], drafts[i]])
     back = paths.context.shape[1] + mx.arange(rows)[:, None] - mx.arange(tokens.size)  # 1: the newest token of a row
-    x = mx.pad(x, ((0, 0), (0, 1)))  # a column for what is not in a context
+    x = mx.pad(x, [(0, 0), (0, 1)])  # a column for what is not in a context
     within = [mx.where((back > 0) & (back <= size) & (tokens >= 0), tokens, vocab) for size in changes.sizes[i]]
     repetition, presence, frequency = changes.penalties[i].astype(x.dtype)
     chosen = mx.take_along_axis(x, within[0], axis=1)

@@ -257,7 +257,7 @@ def collect(
 
 def of_model(model: ModelOps, at: PassShape, chip: Chip) -> PassCosts:
     """Return the costs of a pass of the target over `at.m` rows."""
-    layers, apart = sum(layer.count * launches(layer.kind, at.on, at.m) for layer in model.layers)
+    layers, apart = sum(layer.count * launches(layer.kind, at.on, at.m) for layer in model.layers) + np.zeros(2)
     return collect([(count, op, at.m) for count, op in model.ops()], at, chip, STEP_LAUNCHES + layers, apart)
 
 
@@ -268,7 +268,7 @@ def of_drafts(model: ModelOps, k: int, at: PassShape, chip: Chip) -> PassCosts:
     work = [(1, op, 1 if op is head.lm_head else rows) for head, op, rows in ops]
     launched, apart = sum(
         np.add((DRAFT_LAUNCHES, 0), launches(head.block.kind, at.on, rows)) for head, rows in passes
-    )
+    ) + np.zeros(2)
     return collect(work, at, chip, launched, apart)
 
 
