@@ -61,7 +61,7 @@ class LogitRules:
         """Each penalty with the number of newest tokens that it applies to; 0 tokens for a penalty that is off."""
         names = ("repetition", "presence", "frequency")
         given = [(getattr(self, f"{name}_penalty"), getattr(self, f"{name}_context_size")) for name in names]
-        return [(penalty, size or ALL) if penalty else (1.0, 0) for penalty, size in given]
+        return [(penalty, min(size or ALL, ALL)) if penalty else (1.0, 0) for penalty, size in given]
 
     @property
     def context(self) -> int:

@@ -155,3 +155,12 @@ def test_without_rules_and_masks_the_logits_are_returned():
 def test_a_negative_repetition_penalty_is_refused():
     with pytest.raises(ValueError, match=r"^repetition_penalty=-1: allowed is 0 or more$"):
         LogitRules(repetition_penalty=-1)
+
+
+def test_a_context_of_any_size_is_that_of_all_tokens():
+    logits, path = mx.zeros((1, VOCAB)), mx.array([3, 4, 5])
+    for name in PENALTIES:
+        size = name.replace("penalty", "context_size")
+        whole, large = (LogitRules(**{name: 0.5, size: many}) for many in (0, 2**31))
+        assert same(large(path, logits + 1), whole(path, logits + 1))
+        assert not same(large(path, logits + 1), logits + 1)

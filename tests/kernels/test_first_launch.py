@@ -35,6 +35,7 @@ def test_a_first_launch_stays_inside_its_arrays(names, monkeypatch):
     call = call_of(names) if names in CALLS else calls_of(names)
     monkeypatch.setattr(TextKernel, "runs_at_once", False)
     _source._made.cache_clear()  # so that no variant has run
+    _first_launch.drop_new()  # what other tests' kernels left
     with replaced(text_kernel):
         call()
         ops = {launch.key[0] for launch in _first_launch._thread.new.values()}
