@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..kernels import Changes, Paths, Words, change_logits, change_logits_ref
-from .masks import Masks
+from .masks import Masks, stacked
 
 ALL = 2**30  # a context size above every length
 
@@ -101,13 +101,10 @@ def changed(
     histories: per sequence its tokens that the host has read; row r follows them and the first r of its `drafts`
     [n, R - 1]. masks: per sequence int32 [R, words] or None; (): none. Without rules and masks nothing changes.
     """
-    present = next((mask for mask in masks if mask is not None), None)
-    if present is None and not any(rules):
+    mask = stacked(masks, logits.shape[1])
+    if mask is None and not any(rules):
         return logits
-    mask = None
-    if present is not None:
-        free = mx.full(present.shape, -1, mx.int32)
-        mask = mx.stack([free if own is None else own for own in masks]) if len(masks) > 1 else present[None]
+    mask = None if mask is None else mask.reshape(*logits.shape[:2], -1)
     own = tuple(each or NONE for each in rules)
     past = [np.zeros(0, np.int32) if tokens is None else tokens for tokens in histories]
     contexts = [

@@ -29,4 +29,6 @@ def stacked(masks: Masks, rows: int) -> mx.array | None:
     some = next((mask for mask in masks if mask is not None), None)
     if some is None:
         return None
+    if len(masks) == 1:
+        return some
     return mx.concatenate([mx.full((rows, some.shape[-1]), -1, mx.int32) if mask is None else mask for mask in masks])

@@ -49,7 +49,7 @@ def pick(
     return with_logprobs(tokens, logits, members, at)
 
 
-def by_head(model: Target, hidden: mx.array, position: Any, pickers: Sequence[Picker], masks: Masks):
+def by_head(model: Target, hidden: mx.array, position: Any, pickers: Sequence[Picker], masks: Masks) -> Any:
     """Return the tokens [n, R] that a kernel of the LM head chooses without writing logits; None if it cannot."""
     greedy = all(p.options.greedy for p in pickers)
     able = all(p.by_head for p in pickers) and (greedy or len(pickers) == 1)

@@ -81,11 +81,6 @@ class Picker:
     matcher: Matcher | None = None
 
     @property
-    def plain(self) -> bool:
-        """Whether the likeliest allowed tokens are always taken, without processors and logprobs to return."""
-        return self.sampler is None and self.options.greedy and not self.processors and not self.logprobs
-
-    @property
     def by_head(self) -> bool:
         """Whether an LM head's kernel can choose without writing logits: the likeliest tokens or unfiltered draws."""
         own = self.sampler or self.processors or self.logprobs
