@@ -164,3 +164,19 @@ def test_a_context_of_any_size_is_that_of_all_tokens():
         whole, large = (LogitRules(**{name: 0.5, size: many}) for many in (0, 2**31))
         assert same(large(path, logits + 1), whole(path, logits + 1))
         assert not same(large(path, logits + 1), logits + 1)
+
+
+@linux_only
+def test_a_bad_word_may_be_all_of_the_answer_and_not_of_the_prompt():
+    """For every split of the prompt, the answer and the drafts; the prompt's own bytes complete no word."""
+    letters = {piece: i for i, piece in enumerate(PIECES)}
+    rules = bad_words_of(TOKENIZER, ("abc",))
+    for prompt, drafted in itertools.product(range(1, 4), range(3)):
+        path = np.array([letters["c"], letters["a"], letters["b"]], np.int32)
+        history, drafts = path[: 3 - drafted], path[3 - drafted :]
+        own, rows = LogitRules(bad_words=rules, prompt=min(prompt, len(history))), drafted + 1
+        given = mx.zeros((1, rows, VOCAB)), [own], [history], mx.array(drafts)[None] if drafted else None
+        with emulator.emulated(QUICK):
+            found = changed(*given)
+        assert same(found, changed(*given, fused=False))
+        assert (found[0, -1, letters["c"]].item() < 0) == (own.prompt == 1)
