@@ -19,7 +19,7 @@ constant constexpr int SUPERBLOCKS = 3;
 // 8 bits are whole words.
 template <int BITS, int BYTES>
 METAL_FUNC void load_bytes(const device uint8_t* from, thread uint* words) {
-  if constexpr (BITS == 2 || BITS == 4 || BITS == 8 || BYTES % 4 == 0) {
+  if constexpr (BYTES % 4 == 0) {
     UNROLL
     for (int i = 0; i < BYTES / 4; i++) {
       words[i] = ((const device uint*)from)[i];

@@ -87,6 +87,8 @@ def _made(
     header, source = kernel_text(directory, op)
     if "CONTRACTION" in header:
         header = f"#define CONTRACTION {SPELLINGS.index(spelling)}\n{header}"
+    if "eight(" in header:
+        header = SUM + header
     more = {"source": source, "header": header, "ensure_row_contiguous": "_strides" not in source}
     size = len(header) + len(source) + RESERVED
     return maker(name=op, input_names=inputs, output_names=outputs, **more), size, set()

@@ -55,7 +55,7 @@ DEFINED_NUMBERS(DEFINED_1, quad_sum) DEFINED_NUMBERS(DEFINED_1, quad_max) DEFINE
 DEFINED_NUMBERS(DEFINED_1, simd_broadcast_first) DEFINED_NUMBERS(DEFINED_1, simd_prefix_exclusive_sum)
 DEFINED_NUMBERS(DEFINED_MOVE, simd_shuffle) DEFINED_NUMBERS(DEFINED_MOVE, simd_shuffle_xor)
 DEFINED_NUMBERS(DEFINED_MOVE, simd_shuffle_down) DEFINED_NUMBERS(DEFINED_MOVE, simd_shuffle_up)
-DEFINED_NUMBERS(DEFINED_MOVE, simd_broadcast)
+DEFINED_NUMBERS(DEFINED_MOVE, simd_broadcast) DEFINED_NUMBERS(DEFINED_MOVE, quad_broadcast)
 METAL_FUNC uint atomic_load_explicit(const volatile threadgroup atomic<uint>* object, memory_order) {
   return object->opaque;
 }
