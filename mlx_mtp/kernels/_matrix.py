@@ -1,45 +1,87 @@
-"""Launch the products of the lane `matrix`, whose rows have the same bits at every number of rows."""
+"""Launch the kernels of the lane `matrix`, whose rows have the same bits at every number of rows (`kernels/matrix.h`).
+
+Up to TWIN_ROWS rows are multiplied by the twin, a scalar kernel that adds eight products in the order of this machine's
+simdgroup_matrix; more, and all rows if that order is not known, by simdgroup matrices.
+"""
 
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ._quantized import Quantized, arrays, format_template
+from ._quantized import DEVICE, Quantized, arrays, format_template
 from ._source import launch
+from .matrix_order import ORDERS, MatrixOrder, metal_sum
 
 PLAIN = 4  # the kind of unquantized weights, as in matrix.h
-SLICES = 8  # simdgroups of a threadgroup
+SLICES, SIDE = 8, 8  # simdgroups of a threadgroup; rows and columns of a matrix
 TWIN_ROWS = 3  # maximum rows that the twin multiplies
-OCTET = 8  # rows of x in a matrix
-TALL = 4096  # weight rows from which a threadgroup has 32 of them
+ROWS_ONCE = 16  # maximum rows of x that share a request of the weights
+TALL = 4096  # weight rows from which a threadgroup of matrices has 32 of them, and x is requested half as often
+FORWARD = MatrixOrder("forward", True, "nearest")
+
+_taken: list[MatrixOrder] = [FORWARD]
 
 
-def rows_of_tile(m: int, twin: bool = True) -> int:
-    """Return the rows of x per threadgroup, of m: each up to three, which the twin multiplies, else 8 or 16."""
-    return m if twin and m <= TWIN_ROWS else OCTET if m <= OCTET else 2 * OCTET
+class MatrixTile(NamedTuple):
+    """Rows of x and weight rows of a threadgroup."""
+
+    rows: int
+    height: int
 
 
-def multiply(
+def take_order(order: MatrixOrder) -> None:
+    """Let twins add products in this order from now on, in all threads; without a name there is no twin."""
+    _taken[:] = [order]
+
+
+def has_twin() -> bool:
+    """Return whether the order of a simdgroup_matrix is known, so that few rows have a kernel with the same bits."""
+    return _taken[0].name in ORDERS and _taken[0].rounding == "nearest"
+
+
+def matrix_tile(m: int, n: int, weights: Quantized | mx.array, most: int = ROWS_ONCE) -> MatrixTile:
+    """Return the tile for m rows of x and n weight rows; no bits depend on it. most: rows per threadgroup."""
+    if has_twin() and m <= TWIN_ROWS:
+        spills = m == TWIN_ROWS and isinstance(weights, mx.array)
+        return MatrixTile(m, 32 if m == 1 else 8 if spills else 16)
+    return MatrixTile(min(most, -(-m // SIDE) * SIDE), 32 if n >= TALL else 16)
+
+
+def weight_inputs(weights: Quantized | mx.array, dtype: mx.Dtype) -> tuple[dict[str, mx.array], dict[str, object]]:
+    """Return the arrays w, scales and biases of weights, and the template arguments of their format."""
+    if isinstance(weights, Quantized):
+        return arrays(weights, dtype), format_template(weights, dtype)
+    w = weights.astype(dtype)
+    w = mx.tile(w, (DEVICE, *[1] * (w.ndim - 1))) if w.size < DEVICE else w
+    return dict.fromkeys(("w", "scales", "biases"), w), {
+        **{"T": dtype, "S": dtype, "BITS": 8 * dtype.size, "GROUP": 64, "KIND": PLAIN}
+    }
+
+
+def launch_tiles(
     op: str,
     x: mx.array,
     weights: Quantized | mx.array,
-    shape: tuple[int, ...],
-    more: Mapping[str, mx.array],
+    outputs: Mapping[str, tuple[tuple[int, ...], mx.Dtype]],
+    tile: MatrixTile,
+    groups: tuple[int, int, int],
+    more: Mapping[str, Any],
     template: Mapping[str, object],
-    n: int,
-) -> mx.array:
-    rows = rows_of_tile(x.shape[0])
-    height = 32 if (n >= TALL or rows == 1) and rows not in (2, 3) else 16
-    if isinstance(weights, mx.array):
-        given = {"w": weights, "scales": weights, "biases": weights}
-        form = {"T": x.dtype, "S": x.dtype, "BITS": 8 * x.dtype.size, "GROUP": 64, "KIND": PLAIN}
-    else:
-        given, form = arrays(weights, x.dtype), format_template(weights, x.dtype)
+) -> list[mx.array]:
+    """Launch kernel `op` with threadgroups of this tile.
+
+    groups: threadgroups along rows of x, weight rows and heads. more, template: further inputs and template arguments.
+    """
+    given, form = weight_inputs(weights, x.dtype)
+    order = _taken[0]
+    before = metal_sum(order.name, order.fused or x.dtype != mx.float32) if has_twin() else metal_sum("forward", True)
     return launch(
         op,
         {**given, "x": x, **more},
-        {"y": (shape, x.dtype)},
-        template={**form, "ROWS": rows, "HEIGHT": height, **template},
-        grid=(32 * -(-x.shape[0] // rows), SLICES * -(-n // height), 1),
+        outputs,
+        template={**form, "ROWS": tile.rows, "HEIGHT": tile.height, **template},
+        grid=(32 * groups[0], SLICES * groups[1], groups[2]),
         group=(32, SLICES, 1),
-    )[0]
+        before=before,
+    )

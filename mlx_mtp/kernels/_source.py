@@ -47,11 +47,13 @@ def launch(
     template: Mapping[str, object],
     grid: tuple[int, int, int],
     group: tuple[int, int, int],
+    before: str = "",
 ) -> list[mx.array]:
     """Launch the kernel `<op>.metal`, with the headers that it includes; return a list of its `outputs`.
 
     inputs: arrays and numbers by their names in the body. outputs: shape and dtype of each, by name. template:
-    dtypes, ints and bools. grid: all threads, in groups of `group`. Views are copied, unless the body reads strides.
+    dtypes, ints and bools. grid: all threads, in groups of `group`. before: functions that the text calls.
+    Views are copied, unless the body reads strides.
     The outputs are lazy: KernelRefused is raised if the kernel cannot be read, constructed or called, but not if a
     later evaluation cannot compile or run it (see `run_new`). The emulator's kernels, however, run in this call.
     """
@@ -59,7 +61,7 @@ def launch(
     given, ran = list(inputs.values()), (*template.values(), *group)
     try:
         made, size, all_ran = _made(
-            mx.fast.metal_kernel, DIRECTORY, op, tuple(inputs), tuple(outputs), kernel_spelling(op)
+            mx.fast.metal_kernel, DIRECTORY, op, tuple(inputs), tuple(outputs), kernel_spelling(op), before
         )
         _launched.held += size
         arrays = made(
@@ -81,14 +83,13 @@ def launch(
 
 @functools.cache
 def _made(
-    maker: Callable[..., Any], directory: Path, op: str, inputs: Names, outputs: Names, spelling: str
+    maker: Callable[..., Any], directory: Path, op: str, inputs: Names, outputs: Names, spelling: str, before: str
 ) -> tuple[Callable[..., Any], int, set[tuple[object, ...]]]:
     # The maker is part of the cache's key, because the emulator temporarily replaces mx.fast.metal_kernel.
     header, source = kernel_text(directory, op)
     if "CONTRACTION" in header:
         header = f"#define CONTRACTION {SPELLINGS.index(spelling)}\n{header}"
-    if "eight(" in header:
-        header = SUM + header
+    header = before + header
     more = {"source": source, "header": header, "ensure_row_contiguous": "_strides" not in source}
     size = len(header) + len(source) + RESERVED
     return maker(name=op, input_names=inputs, output_names=outputs, **more), size, set()

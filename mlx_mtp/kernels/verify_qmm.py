@@ -48,6 +48,15 @@ def verify_qmm_heads_ref(x: mx.array, weights: Quantized, *, heads_first: bool) 
     return y if heads_first else y.swapaxes(1, 2)
 
 
+def check_heads(x: mx.array, weights: Quantized) -> None:
+    """Raise ValueError if x [1, M, H, D] and the matrices of H heads have shapes that do not match."""
+    if weights.w.ndim != 3:
+        raise ValueError(f"w has shape {weights.w.shape}; it must have three axes, the first of heads")
+    heads = weights.w.shape[0]
+    if x.ndim != 4 or x.shape[0] != 1 or x.shape[2] != heads or x.shape[3] < weights.k:
+        raise ValueError(f"x has shape {x.shape}; for these weights it must be (1, M, {heads}, {weights.k} or more)")
+
+
 def verify_qmm_heads(x: mx.array, weights: Quantized, *, heads_first: bool, split: bool = False) -> mx.array:
     """Multiply the first K values of each head of x [1, M, H, D >= K] with the head's matrix: [1, H, M, N].
 
@@ -55,14 +64,10 @@ def verify_qmm_heads(x: mx.array, weights: Quantized, *, heads_first: bool, spli
     [H, N, K / group_size]. On Metal each row has the bits of MLX's kernel for one row; up to 12 rows, with `split` 4,
     share one request. Else, or unless `known`, the reference runs, in float32. ValueError if shapes do not match.
     """
-    if weights.w.ndim != 3:
-        raise ValueError(f"w has shape {weights.w.shape}; it must have three axes, the first of heads")
-    heads = weights.w.shape[0]
-    if x.ndim != 4 or x.shape[0] != 1 or x.shape[2] != heads or x.shape[3] < weights.k:
-        raise ValueError(f"x has shape {x.shape}; for these weights it must be (1, M, {heads}, {weights.k} or more)")
+    check_heads(x, weights)
     if not (on_metal() and known(x, weights)):
         return verify_qmm_heads_ref(x, weights, heads_first=heads_first)
-    m, (n,) = x.shape[1], weights.ends
+    (_, m, heads, _), (n,) = x.shape, weights.ends
     shape = (1, heads, m, n) if heads_first else (1, m, heads, n)
     how = {"template": {"HEADS_FIRST": heads_first}, "shape": shape, "split": split}
     return multiply("verify_qmm_heads", x, weights, columns=n, **how)
@@ -85,6 +90,13 @@ def verify_glu_ref(x: mx.array, weights: Quantized, limit: float | None = None) 
     return activated(gate, up, limit)
 
 
+def check_pair(x: mx.array, weights: Quantized) -> None:
+    """Raise ValueError if x has another number of columns, or weights are not two linears of equal height."""
+    check_columns(x, weights)
+    if len(weights.ends) != 2 or weights.ends[1] != 2 * weights.ends[0]:
+        raise ValueError(f"the linears end at rows {weights.ends}; they must be two of equal height, gate and up")
+
+
 def verify_glu(x: mx.array, weights: Quantized, limit: float | None = None, *, split: bool = False) -> mx.array:
     """Return swiglu(x times gate, x times up) [..., H] of x [..., K], gate and up [H, K] stacked in `weights`.
 
@@ -93,9 +105,7 @@ def verify_glu(x: mx.array, weights: Quantized, limit: float | None = None, *, s
     if `supported` is False, the reference runs. split: as in `verify_qmm`. Raises ValueError if x has another number
     of columns, or `weights` are not two linears of equal height.
     """
-    check_columns(x, weights)
-    if len(weights.ends) != 2 or weights.ends[1] != 2 * weights.ends[0]:
-        raise ValueError(f"the linears end at rows {weights.ends}; they must be two of equal height, gate and up")
+    check_pair(x, weights)
     if not (on_metal() and supported(x, weights)) or small(weights) or weights.bias is not None:
         gate, up = verify_qmm(x, weights, split=split)
         return activated(gate, up, limit)

@@ -45,7 +45,7 @@ EMULATED_INTERNAL inline Fragment product(void* site, Fragment a, Fragment b, Fr
   spread(collective::gather(SCOPE_SIMD, "simdgroup_multiply_accumulate", site, a), left);
   spread(collective::gather(SCOPE_SIMD, "simdgroup_multiply_accumulate", site, b), right);
   for (int k = 0; k < 8; ++k)
-    for (int j = 0; j < 2; ++j) c.value[j] = __builtin_fmaf(left[at.y][k], right[k][at.x + j], c.value[j]);
+    for (int j = 0; j < 2; ++j) c.value[j] += left[at.y][k] * right[k][at.x + j];
   return c;
 }
 }  // namespace matrix
