@@ -1,9 +1,9 @@
 """Compute tokens, draws, or the n greatest logits of an LM head, without writing all logits.
 
 A threadgroup keeps the n greatest logits of its tile of the vocabulary, of equal ones the lowest index, and a second
-launch merges the tiles. Logits have the bits of `verify_qmm` and `verify_gemv`, with `matrix` those of `matrix_qmm` and
-`matrix_gemv`. A NaN is never chosen, as in Metal's
-argmax (a CPU's chooses the first one); if nothing is greater than -infinity, the token is 0.
+launch merges the tiles. Logits have the bits of `verify_qmm` and `verify_gemv`, in the lane `matrix` those of
+`matrix_qmm` and `matrix_gemv`. A NaN is never chosen, as in Metal's argmax (a CPU's chooses the first one); if nothing
+is greater than -infinity, the token is 0.
 """
 
 from typing import Any
@@ -181,7 +181,8 @@ def verify_head(
     """Return the token [M] int32 of the greatest logit of each row x [M, K]; of equal ones the lowest.
 
     weights: Quantized, or [N, K] float16, bfloat16 or float32; bias [N]. mask: as in `masked`. split: at most 4 rows
-    share a request of the weights. matrix: in the lane `matrix`. Where `supported` is False, and without Metal, MLX's own product and argmax run.
+    share a request of the weights. matrix: whether logits are those of the lane `matrix`. Where `supported` is False,
+    and without Metal, MLX's own product and argmax run.
     Raises ValueError for shapes that do not match.
     """
     _check(x, weights, bias, mask)
@@ -206,7 +207,8 @@ def verify_head_draw(
 
     key: uint32 [2]; row i uses the second half of the split of key + [0, position + i], and the noise of each token
         is that of mx.random.gumbel. position: an integer or int32 [] or [1].
-    weights, bias [N], mask, split, matrix: as in `verify_head`. Raises ValueError for shapes that do not match and temp <= 0.
+    weights, bias [N], mask, split, matrix: as in `verify_head`. Raises ValueError for shapes that do not
+        match and temp <= 0.
     """
     _check(x, weights, bias, mask)
     if temp <= 0:
@@ -217,12 +219,14 @@ def verify_head_draw(
     return _verify_head_metal(x, weights, bias, noise=noise, mask=mask, split=split, matrix=matrix)[1][:, 0]
 
 
-def verify_head_top(x: mx.array, weights: Weights, n: int, bias: Maybe = None, *, split: bool = False, matrix: bool = False) -> Top:
+def verify_head_top(
+    x: mx.array, weights: Weights, n: int, bias: Maybe = None, *, split: bool = False, matrix: bool = False
+) -> Top:
     """Return the n greatest logits [M, n] float32 of each row x [M, K], descending, their tokens, and a logsumexp.
 
     The tokens are int32 [M, n], of equal logits the lower token first; the logsumexp [M] float32 is of all logits.
-    weights, bias, split, matrix: as in `verify_head`. Raises ValueError for shapes that do not match and for an n above 64 or
-    N, or below 1.
+    weights, bias, split, matrix: as in `verify_head`. Raises ValueError for shapes that do not match and for an n
+    above 64 or N, or below 1.
     """
     _check(x, weights, bias)
     if not 1 <= n <= min(MOST_TOP, _columns(weights)):
