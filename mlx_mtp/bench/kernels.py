@@ -24,7 +24,6 @@ OPS = tuple(sorted({op for op, _ in CASES.values()}))
 LAYERS = {"verify_moe": 1}  # layers per shape; four for other ops, so that caches stay cold
 CHAIN_SECONDS = 0.002
 PRODUCTS = {"gather_qmv": 3}  # launches of MLX's kernel for one of ours
-PAIRS = [(lane, op) for lane in ("verify", "matrix") for op in ("qmm", "glu")]
 # MLX's kernels whose traffic is shown next to an op's, and its matrix's rows and columns, those of SMALL.
 STOCK = {
     **dict.fromkeys(
