@@ -173,7 +173,7 @@ class ModelTrials:
         """Decide on all products of the lane "matrix", whatever time that takes, and on the kernels of first cycles.
 
         If none of these is untried and findings were stored before, decide on others for MORE_SECONDS. Then compile
-        kernels of up to WARM_ROWS rows that are on by a stored time.
+        kernels of up to WARM_ROWS rows that are on by a stored time, or are such products.
         """
         known, first = self.remembered.recall(), [t for t in self.needed() if t.rows <= FIRST_ROWS and not t.untimed]
         if products := [trial for trial in self.trials if trial.untimed]:
@@ -183,8 +183,8 @@ class ModelTrials:
             end = time.monotonic() + MORE_SECONDS
             self.try_rest(lambda: time.monotonic() > end)
         for trial in self.needed():
-            timed = known.get(trial.key, RIGHT) != RIGHT and trial.rows <= WARM_ROWS
-            if timed and (verdict := self.verdicts[trial.key]).on:
+            decided = known.get(trial.key, RIGHT) != RIGHT or (trial.untimed and trial.key in known)
+            if decided and trial.rows <= WARM_ROWS and (verdict := self.verdicts[trial.key]).on:
                 compile_kernel(trial.chosen(verdict.split))
 
     def try_rest(self, stop: Callable[[], bool]) -> None:

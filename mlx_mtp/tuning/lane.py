@@ -24,6 +24,7 @@ from .lane_sites import EXACT, MATRIX
 from .verdict_file import kernel_facts
 
 SLOWER = 1.02  # maximum cost of a row in the lane "matrix", in rows of the lane "exact"
+TILED = 4  # rows from which on the lane "matrix" has tiles of 8 and 16 rows
 AT_ONCE = {"block": 0.75}  # share of accepted drafts, without counts, of drafters that make all drafts in one pass
 Measure = Callable[[Any, Sequence[Site], Sequence[int]], PassCosts]
 
@@ -66,7 +67,7 @@ class Drafting(NamedTuple):
 
 def rows_to_measure(drafts: int) -> tuple[int, ...]:
     """Return the row counts whose costs decide for passes of up to this number of drafts; others are interpolated."""
-    return tuple(m for m in (1, 2, 4, 8, 16) if m < 2 * (drafts + 1))
+    return tuple(m for m in (1, 2, 4, 8, 16) if m <= TILED or m < 2 * (drafts + 1))
 
 
 def better_lane(costs: PassCosts, drafting: Drafting) -> LaneChoice:
@@ -96,9 +97,10 @@ def _rate(costs: PassCosts, drafting: Drafting, lane: str, drafts: int) -> float
 
 
 def _seconds(costs: PassCosts, lane: str, m: int) -> float:
-    """Return the cost of m rows; matrices multiply up to the next measured number of rows at the cost of that."""
+    """Return the cost of m rows, interpolated; matrices multiply rows of a whole tile at one cost."""
     rows = costs.rows[lane]
-    return rows[min(n for n in rows if n >= m)] if lane == MATRIX else float(np.interp(m, [*rows], [*rows.values()]))
+    m = min(n for n in rows if n >= m) if lane == MATRIX and m > TILED else m
+    return float(np.interp(m, [*rows], [*rows.values()]))
 
 
 def chosen_lane(model: Any, sites: Sequence[Site], measure: Measure = measured) -> LaneChoice:

@@ -9,10 +9,11 @@ import mlx.core as mx
 from ..kernels import SPLIT_ROWS, splits
 from ..layers.kernel_site import Site
 from ..layers.lm_head import LMHeadSite
-from ..layers.products import Stack
+from ..layers.products import GLU, Stack
 from .ab_test import TimedOp, WrongKernel, chain_times, outputs_of
 from .lane_sites import EXACT, MATRIX, in_matrix
 
+INTERPOLATED = 2  # rows that are not timed in the lane "matrix", to compile fewer kernels
 BUDGET = 3.0  # seconds of a load, without compilation
 Seconds = dict[str, dict[int, float]]  # by lane and number of rows
 Timer = Callable[[Sequence[Site], Sequence[int], mx.Dtype, float], Seconds]
@@ -28,26 +29,29 @@ class PassCosts(NamedTuple):
 def measured(model: Any, sites: Sequence[Site], rows: Sequence[int], timer: Timer | None = None) -> PassCosts:
     """Return a model's costs. sites: those of the lane "exact", off. timer: replaces `op_seconds`, for tests.
 
-    Of the shapes that share a kernel only the one with the most weights is timed; the others cost as much per weight.
+    Of the products by quantized weights of one format only the shape with the most weights is timed, because each
+    timed shape is compiled for both lanes; the others cost as much per weight.
     """
     head = getattr(model.unembedding(), "choice", None)
     groups = _groups(_of_a_pass(sites, head))
-    total: Seconds = {lane: dict.fromkeys(rows, 0.0) for lane in (EXACT, MATRIX)}
+    total: Seconds = {EXACT: dict.fromkeys(rows, 0.0)}
+    total[MATRIX] = dict.fromkeys((m for m in rows if m != INTERPOLATED), 0.0)
     of_head = dict.fromkeys(total, 0.0)
     for shapes in groups:
         same = max(shapes, key=_weights)
         found = (timer or op_seconds)(same, rows, model.no_hidden().dtype, BUDGET / len(groups))
-        share = sum(map(_weights, shapes)) / same[0].weights_read
-        for lane, m in ((lane, m) for lane in total for m in rows):
-            total[lane][m] += share * found[lane][m]
-        if same[0] is head:
-            of_head = {lane: found[lane][1] for lane in total}
+        each = _weights(same[:1])
+        for lane, m in ((lane, m) for lane in total for m in total[lane]):
+            total[lane][m] += sum(map(_weights, shapes)) / each * found[lane][m]
+        if head and [head] in shapes:
+            of_head = {lane: _weights([head]) / each * found[lane][1] for lane in total}
     body = _body(model)
     return PassCosts(total, {lane: of_head[lane] + body * total[lane][1] for lane in total})
 
 
 def _weights(same: Sequence[Site]) -> int:
-    return len(same) * same[0].weights_read
+    first = same[0]
+    return len(same) * first.weights_read * (first.width if isinstance(first, LMHeadSite) else 1)
 
 
 def _body(model: Any) -> float:
@@ -81,35 +85,36 @@ def _reads_weights(site: Site) -> bool:
 
 
 def _groups(sites: Sequence[Site]) -> list[list[list[Site]]]:
-    """Return the sites of each shape, and of these the lists that share a kernel in one list."""
-    kinds: dict[tuple[str, str], dict[str, list[Site]]] = {}
+    """Return the sites of each op and shape, in one list those that cost as much per weight (see `measured`)."""
+    groups: dict[Any, dict[tuple[str, str], list[Site]]] = {}
     for site in sites:
-        kinds.setdefault((site.op, site.kind or site.shape), {}).setdefault(site.shape, []).append(site)
-    return [[*shapes.values()] for shapes in kinds.values()]
+        form = site.kind.partition(",")[0]  # without how a GPU's lanes share a row of weights
+        group = form if isinstance(site, Stack | GLU | LMHeadSite) else (site.op, site.kind or site.shape)
+        groups.setdefault(group, {}).setdefault((site.op, site.shape), []).append(site)
+    return [[*shapes.values()] for shapes in groups.values()]
 
 
 def op_seconds(same: Sequence[Site], rows: Sequence[int], dtype: mx.Dtype, budget: float) -> Seconds:
     """Return the seconds of an op of sites of one shape in both lanes: of MLX's and our kernel the faster one.
 
-    A kernel that does not run takes infinitely long; an op without one in the lane "matrix" costs what it costs in
-    "exact". budget: seconds, without compilation.
+    A kernel that does not run takes infinitely long. An op without one in the lane "matrix" costs what it costs in
+    "exact". Split rows are not timed: they cost at most a launch per SPLIT_ROWS. budget: seconds, without compilation.
     """
-    matrices = [in_matrix(site) or site for site in same]
+    matrices = [own for site in same if (own := in_matrix(site))]
     sides: list[tuple[str, int, Sequence[TimedOp], mx.array]] = []
     for m in rows:
         x = mx.random.normal((m, same[0].width), dtype, key=mx.random.key(m))
-        stock = [site.stock for site in same]
-        kernels = {lane: [s.ours for s in each] for lane, each in ((EXACT, same), (MATRIX, matrices))}
-        here = [(EXACT, stock), *((EXACT, kernels[EXACT]) for _ in range(m in same[0].every_count))]
-        here += [(MATRIX, kernels[MATRIX])] if matrices[0].matrix else []
+        here: list[tuple[str, list[TimedOp]]] = [(EXACT, [site.stock for site in same])]
+        here += [(EXACT, [site.ours for site in same])] if m in same[0].every_count else []
+        here += [(MATRIX, [site.ours for site in matrices])] if matrices and m != INTERPOLATED else []
         sides += [(lane, m, ops, x) for lane, ops in here if _runs(ops[0], x)]
     times = chain_times([(ops, x) for *_, ops, x in sides], budget)
     found: Seconds = {lane: dict.fromkeys(rows, math.inf) for lane in (EXACT, MATRIX)}
     for (lane, m, *_), seconds in zip(sides, times, strict=True):
         found[lane][m] = min(found[lane][m], seconds)
-    for m in filter(splits, rows):  # split rows, which are not timed, cost at most a launch per SPLIT_ROWS
+    for m in filter(splits, rows):
         found[EXACT][m] = min(found[EXACT][m], found[EXACT][SPLIT_ROWS] * -(-m // SPLIT_ROWS))
-    return found if matrices[0].matrix else dict.fromkeys((EXACT, MATRIX), found[EXACT])
+    return found if matrices else dict.fromkeys((EXACT, MATRIX), found[EXACT])
 
 
 def _runs(op: TimedOp, x: mx.array) -> bool:
