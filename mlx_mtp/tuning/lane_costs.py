@@ -41,8 +41,9 @@ def measured(model: Any, sites: Sequence[Site], rows: Sequence[int], timer: Time
         same = max(shapes, key=_weights)
         found = (timer or op_seconds)(same, rows, model.no_hidden().dtype, BUDGET / len(groups))
         each = _weights(same[:1])
-        for lane, m in ((lane, m) for lane in total for m in total[lane]):
-            total[lane][m] += sum(map(_weights, shapes)) / each * found[lane][m]
+        for lane, seconds in total.items():
+            for m in seconds:
+                seconds[m] += sum(map(_weights, shapes)) / each * found[lane][m]
         if head and [head] in shapes:
             of_head = {lane: _weights([head]) / each * found[lane][1] for lane in total}
     body = _body(model)
@@ -98,7 +99,7 @@ def op_seconds(same: Sequence[Site], rows: Sequence[int], dtype: mx.Dtype, budge
     """Return the seconds of an op of sites of one shape in both lanes: of MLX's and our kernel the faster one.
 
     A kernel that does not run takes infinitely long. An op without one in the lane "matrix" costs what it costs in
-    "exact". Split rows are not timed: they cost at most a launch per SPLIT_ROWS. budget: seconds, without compilation.
+    "exact". Split rows are not timed: they cost at most a launch per SPLIT_ROWS. budget: seconds, to time.
     """
     matrices = [own for site in same if (own := in_matrix(site))]
     sides: list[tuple[str, int, Sequence[TimedOp], mx.array]] = []
