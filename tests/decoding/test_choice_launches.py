@@ -132,3 +132,17 @@ def test_the_host_works_no_more_for_more_rows(model, rules):
         for rows in (2, 2, 16, 16):  # the first of each makes kernels and constants
             found[rows] = calls(lambda rows=rows: chosen(model, rows, [picker], True))
     assert found[16] <= found[2] + 2
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_callers_processor_gets_logits_before_the_mask(model, n):
+    seen = []
+
+    def process(_, logits):
+        seen.append(mx.isfinite(logits).all().item())
+        return logits + mx.where(mx.arange(VOCAB) == 1, 100.0, 0.0)  # a token that the mask forbids
+
+    pickers = [Picker(processors=(process,)), Picker(), Picker(Sampling(temp=1.0))][:n]
+    found = chosen(model, 4, pickers, True)
+    assert {*found.flatten().tolist()} <= {0, 2}
+    assert seen == [True] * 4
