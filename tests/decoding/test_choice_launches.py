@@ -144,5 +144,5 @@ def test_a_callers_processor_gets_logits_before_the_mask(model, n):
 
     pickers = [Picker(processors=(process,)), Picker(), Picker(Sampling(temp=1.0))][:n]
     found = chosen(model, 4, pickers, True)
-    assert {*found.flatten().tolist()} <= {0, 2}
+    assert {*found.flatten().tolist()} <= {0, 2, 32, 34}
     assert seen == [True] * 4
