@@ -129,6 +129,7 @@ def _aligned(rows: Sequence[np.ndarray], fill: int, dtype: Any, least: int) -> n
 
 
 @lru_cache(maxsize=8)
+@np.errstate(over="ignore")  # above the greatest float32 is infinity, as in MLX
 def changes_of(rules: tuple[LogitRules, ...], vocab: int) -> Changes:
     """Return the arrays of `change_logits` that stay the same while these sequences decode together.
 
