@@ -1,4 +1,4 @@
-"""Published times of MLX's passes: each states its source, a known chip and model; its prediction is beside it."""
+"""Published times of MLX's passes: each states its source, a known chip and a known model, and has a prediction."""
 
 from collections import Counter
 

@@ -75,7 +75,7 @@ def test_each_row_is_what_processors_give_it(data):
 
 
 def peak(longest, entries=2000, rows=16):
-    """Return the bytes that the reference takes for so many bad words of `longest` bytes."""
+    """Return the bytes of memory that the reference takes for 2,000 bad words of `longest` bytes."""
     texts = mx.arange(64, dtype=mx.uint8)
     entry = np.stack(
         [np.arange(entries) * longest, np.full(entries, longest), *np.array([[0], [1]]).repeat(entries, 1)], 1
