@@ -84,6 +84,7 @@ def _kinds() -> Iterator[list[float]]:
     for sign in (1.0, -1.0):  # three quarters of the last place of one, which truncation drops
         yield from (one_sum(ZERO, {i: (sign, 1.0), j: (1.5 * 2.0**-12, sign * 2.0**-12)}) for i, j in both)
     yield from (one_sum(ZERO, {i: ONE, j: (2.0**-12, 2.0**-12)}) for i, j in pairs)  # halves of it: ties
+    yield one_sum(ZERO, {0: (1 + 2.0**-10, 1.0)})  # one in bfloat16: each type is that of its operands
 
 
 @functools.cache
