@@ -172,6 +172,11 @@ def choices() -> Iterator[TimedLaunch]:
             yield changing(logits, bias, bans, masked, words)
 
 
+def probes() -> Iterator[TimedLaunch]:
+    """Yield the launch of matrix_order."""
+    yield partial(kernels.matrix_order.matrix_sums)
+
+
 def changing(logits: mx.array, bias: bool, bans: bool, masked: bool, words: bool) -> TimedLaunch:
     """Return a launch of change_logits for logits [1, R, V], with these kinds of changes."""
     n, rows, vocab_size = logits.shape
@@ -291,7 +296,7 @@ def groups(formats: Sequence[CodeFormat]) -> dict[str, Callable[[], Iterator[Tim
     found: dict[str, Callable[[], Iterator[TimedLaunch]]] = {
         **{f"{make.__name__} {'-'.join(map(str, of))}": partial(make, of) for make, of in quantized},
         **{f"attention {dtype}": partial(attention, dtype) for dtype in DTYPES},
-        **{make.__name__: make for make in (dense, dense_heads, routers, choices)},
+        **{make.__name__: make for make in (dense, dense_heads, routers, choices, probes)},
         **{make.__name__: make for make in (latent, norms, recurrences, spellings)},
     }
     return {name: partial(alternatives, make) for name, make in found.items()}

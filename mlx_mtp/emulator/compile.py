@@ -186,12 +186,15 @@ def _lowered(preprocessed: str, constants: Mapping[str, object] | None = None) -
     return lower_function_constants(lower_literals(lower_threadgroup(preprocessed)), constants or {})
 
 
-def translation_unit(signature: Signature, source: str, header: str, name: str) -> str:
+def translation_unit(signature: Signature, source: str, header: str, name: str, options: EmulatorOptions) -> str:
     """Return C++ with the kernel and its entry point; compile errors have the lines of `header` and `source`."""
-    file = _file(name)
+    file, entry = _file(name), ENTRY.replace("KERNEL_CALL", entry_call(signature))
+    # Not macros of the common header, which would have to be parsed again for each order.
+    entry = entry.replace("MATRIX_ORDER", options.matrix_order.replace(" ", "_").upper())
+    entry = entry.replace("MATRIX_FUSED", str(options.matrix_fused).lower())
     return (
         f'{PREFIX}# 1 "{file}.h"\n{header}\n# 1 "{file} signature"\n{signature.head}'
-        f'# 1 "{file}.metal"\n{source}\n}}\n' + ENTRY.replace("KERNEL_CALL", entry_call(signature))
+        f'# 1 "{file}.metal"\n{source}\n}}\n{entry}'
     )
 
 
@@ -207,7 +210,7 @@ def build(signature: Signature, source: str, header: str, name: str, options: Em
     bfloat = ["-Xclang", "-fbfloat16-excess-precision=none"] if clang_major(version) >= 17 else []
     contract, optimize = f"-ffp-contract={options.fp_contract}", f"-O{options.optimize}"
     parse = [*clang, *COMMON, *KERNEL, *bfloat, *fma, contract]
-    text, constants = translation_unit(signature, source, header, name), dict(options.function_constants)
+    text, constants = translation_unit(signature, source, header, name, options), dict(options.function_constants)
     headers = [directory_digest(NATIVE), directory_digest(MLX_INCLUDE / "mlx/backend/metal/kernels")]
     headers.append(LOWERING.read_text())
     target = cache_directory() / f"{digest(text, parse, optimize, version, headers, sorted(constants.items()))}.so"

@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 
 ALLOWABLE = ("races", "unwritten", "uninitialised", "mem_none")
 ORDERS = {"forward": 0, "reverse": 1}
+# Orders in which a simdgroup_matrix adds c and eight products, as `emulated/matrix.h` defines them.
+MATRIX_ORDERS = ("forward", "backward", "products first", "pairs", "strides", "pairs in turn", "halves")
+MATRIX_ORDERS += ("halves by pairs", "wide", "truncated")
 CONTRACTIONS = {"off": [], "on": ["-mfma"], "fast": ["-mfma"]}  # with clang's flags on x86-64
 
 
@@ -15,8 +18,9 @@ class EmulatorOptions:
     `allow` names faults to ignore: "races"; "unwritten" output elements, which then hold bytes of 0xff;
     "uninitialised" memory, which may then be read; "mem_none": barriers with `mem_flags::mem_none` then order memory.
     `order` of threads and threadgroups is "forward", "reverse" or a seed from 2 to 2^32 - 1. A thread may run
-    `max_steps` blocks of code. `optimize` and `fp_contract` are clang's options. traffic: whether accesses are
-    counted. function_constants: values by name.
+    `max_steps` blocks of code. `optimize` and `fp_contract` are clang's options. A simdgroup_matrix adds its products
+    in `matrix_order`, of MATRIX_ORDERS; matrix_fused: whether a product is added without being rounded before.
+    traffic: whether accesses are counted. function_constants: values by name.
     """
 
     allow: frozenset[str] | set[str] | tuple[str, ...] = ()
@@ -24,6 +28,8 @@ class EmulatorOptions:
     max_steps: int = 20_000_000
     optimize: int = 2
     fp_contract: str = "off"
+    matrix_order: str = "forward"
+    matrix_fused: bool = True
     traffic: bool = True
     function_constants: Mapping[str, object] = field(default_factory=dict)
 
@@ -36,6 +42,8 @@ class EmulatorOptions:
             raise ValueError(f"optimize is {self.optimize!r}; it must be 0, 1, 2 or 3")
         if self.fp_contract not in CONTRACTIONS:
             raise ValueError(f"fp_contract is {self.fp_contract!r}; it must be one of {', '.join(CONTRACTIONS)}")
+        if self.matrix_order not in MATRIX_ORDERS:
+            raise ValueError(f"matrix_order is {self.matrix_order!r}; it must be one of {', '.join(MATRIX_ORDERS)}")
         if self.max_steps < 1:
             raise ValueError(f"max_steps is {self.max_steps}; it must be at least 1")
 

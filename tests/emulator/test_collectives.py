@@ -1,5 +1,8 @@
 """Compare collectives of simdgroups and quads, barriers, and simdgroup_matrix with numpy."""
 
+from fractions import Fraction
+from itertools import accumulate
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -198,6 +201,43 @@ def test_matrix_products(dtype):
     p, q = np.array(a.astype(mx.float32))[1:9, 3:11], np.array(b.astype(mx.float32)).T
     assert np.array_equal(y[:, 8:], p @ q + 0.5)
     assert np.array_equal(y[:, :8], (3 * p).T)
+
+
+def toward_zero(x: Fraction) -> np.float32:
+    """Return the float32 next to x on the side of zero."""
+    near = np.float32(float(x))
+    return near if abs(Fraction(float(near))) <= abs(x) else np.nextafter(near, np.float32(0))
+
+
+@pytest.mark.parametrize(("contract", "fused"), [("off", True), ("off", False), ("fast", True), ("fast", False)])
+def test_matrix_sums_that_are_wide_or_truncated(contract, fused):
+    """Each sum equals one in rational numbers, whatever the compiler's contraction."""
+    body = """
+        simdgroup_matrix<float, 8, 8> p, q, sum;
+        simdgroup_load(p, a, 8);
+        simdgroup_load(q, b, 8);
+        simdgroup_load(sum, c, 8);
+        simdgroup_multiply_accumulate(sum, p, q, sum);
+        simdgroup_store(sum, out, 8);
+    """
+    scale = 2.0 ** RNG.integers(-12, 12, (3, 8, 8))
+    a, b, c = (RNG.normal(size=(3, 8, 8)) * scale).astype(np.float32)
+    a[3] = c[3] = b[:, 3] = 1e-30  # products below the least float32
+    products = [
+        [[Fraction(float(a[i, k])) * Fraction(float(b[k, j])) for k in range(8)] for j in range(8)] for i in range(8)
+    ]
+    if not fused:
+        products = [[[Fraction(float(np.float32(float(p)))) for p in of] for of in row] for row in products]
+    want = {"wide": np.empty((8, 8), np.float32), "truncated": np.empty((8, 8), np.float32)}
+    for i, j in np.ndindex(8, 8):
+        want["wide"][i, j] = float(Fraction(float(c[i, j])) + sum(products[i][j]))
+        sums = accumulate(products[i][j], lambda x, p: toward_zero(Fraction(float(x)) + p), initial=c[i, j])
+        *_, want["truncated"][i, j] = sums
+    for order, of_order in want.items():
+        options = emulator.Options(fp_contract=contract, matrix_order=order, matrix_fused=fused)
+        got = launch(body, *map(mx.array, (a, b, c)), out=(8, 8), grid=32, options=options)
+        assert np.array_equal(np.array(got), of_order), order
+    assert not np.array_equal(want["wide"], want["truncated"])
 
 
 def test_a_matrix_needs_its_whole_simdgroup():

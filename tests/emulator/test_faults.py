@@ -256,7 +256,7 @@ def test_barriers_order_only_the_memory_they_name():
 
 def test_invalid_options_list_the_allowed_values():
     for wrong in ({"allow": {"all"}}, {"order": "random"}, {"order": 1}, {"optimize": 4}, {"fp_contract": "no"},
-                  {"max_steps": 0}):  # fmt: skip
+                  {"max_steps": 0}, {"matrix_order": "reverse"}):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(wrong))):
             emulator.Options(**wrong)
 

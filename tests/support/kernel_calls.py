@@ -13,6 +13,7 @@ from mlx_mtp.decoding import logit_rules
 from mlx_mtp.decoding.logit_rules import LogitRules
 from mlx_mtp.decoding.sampling import Sampling
 from mlx_mtp.kernels import choose_rows, verify_head_top
+from mlx_mtp.kernels.matrix_order import matrix_sums
 from mlx_mtp.layers.experts import Mixture
 from mlx_mtp.layers.products import Dense
 
@@ -63,6 +64,7 @@ CALLS = {
     "verify_head_dense verify_head_merge": lambda: head(quantized=False),
     "choose_rows": chosen,
     "change_logits": changed,
+    "matrix_order": lambda: lambda: [matrix_sums()],
     "add_norm": lambda: called(SMALL["add_norm"]()),
     "norm_rope": lambda: called(SMALL["norm_rope"]()),
 }

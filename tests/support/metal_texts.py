@@ -26,6 +26,7 @@ FEW = {
     "dense_heads": 3,
     "routers": 3,
     "choices": 3,
+    "probes": 2,
     "latent": 3,
     "norms": 9,
     "recurrences": 7,

@@ -38,14 +38,79 @@ EMULATED_INTERNAL inline void spread(const collective::Lanes<Fragment>& lanes, f
     full[at.y][at.x + 1] = f.value[1];
   }
 }
-// Rows and columns of A, B and C in float, summed from the first product to the last.
+enum Order {
+  FORWARD,
+  BACKWARD,
+  PRODUCTS_FIRST,
+  PAIRS,
+  STRIDES,
+  PAIRS_IN_TURN,
+  HALVES,
+  HALVES_BY_PAIRS,
+  WIDE,
+  TRUNCATED,
+};
+// The launch's options, which entry.cpp defines. fused: a product is not rounded before it is added to a sum.
+extern const Order order;
+extern const bool fused;
+
+struct Product {
+  float a, b;
+  EMULATED_PLAIN double exact() const { return double(a) * double(b); }
+  // No compiler fuses it with a sum, whatever its options: what comes out of the assembler is any number.
+  EMULATED_PLAIN float rounded() const {
+    float value = a * b;
+    __asm__("" : "+m"(value));
+    return value;
+  }
+  EMULATED_PLAIN double added() const { return fused ? exact() : double(rounded()); }
+};
+EMULATED_PLAIN inline float operator+(float sum, Product p) {
+  return fused ? __builtin_fmaf(p.a, p.b, sum) : sum + p.rounded();
+}
+EMULATED_PLAIN inline float operator+(Product p, Product q) { return p.rounded() + q; }
+
+// sum + p rounded toward zero.
+EMULATED_PLAIN inline float truncated(float sum, Product p) {
+  double x = sum, y = p.added(), near = x + y, of_y = near - x;
+  double error = (x - (near - of_y)) + (y - of_y);  // near + error is the exact sum
+  float found = float(near);
+  bool beyond = found == near ? error != 0 && (error < 0) != (near < 0)
+                              : __builtin_fabs(double(found)) > __builtin_fabs(near);
+  return beyond ? as_type<float>(as_type<uint>(found) - 1) : found;
+}
+EMULATED_PLAIN inline float eight(float c, const Product (&p)[8]) {
+  switch (order) {
+    case FORWARD: return c + p[0] + p[1] + p[2] + p[3] + p[4] + p[5] + p[6] + p[7];
+    case BACKWARD: return c + p[7] + p[6] + p[5] + p[4] + p[3] + p[2] + p[1] + p[0];
+    case PRODUCTS_FIRST: return (p[0] + p[1] + p[2] + p[3] + p[4] + p[5] + p[6] + p[7]) + c;
+    case PAIRS: return c + (((p[0] + p[1]) + (p[2] + p[3])) + ((p[4] + p[5]) + (p[6] + p[7])));
+    case STRIDES: return c + (((p[0] + p[4]) + (p[2] + p[6])) + ((p[1] + p[5]) + (p[3] + p[7])));
+    case PAIRS_IN_TURN: return (((c + (p[0] + p[1])) + (p[2] + p[3])) + (p[4] + p[5])) + (p[6] + p[7]);
+    case HALVES: return (c + (p[0] + p[1] + p[2] + p[3])) + (p[4] + p[5] + p[6] + p[7]);
+    case HALVES_BY_PAIRS: return (c + ((p[0] + p[1]) + (p[2] + p[3]))) + ((p[4] + p[5]) + (p[6] + p[7]));
+    case WIDE: {
+      double sum = c;
+      for (int k = 0; k < 8; ++k) sum += p[k].added();
+      return float(sum);
+    }
+    case TRUNCATED: {
+      for (int k = 0; k < 8; ++k) c = truncated(c, p[k]);
+      return c;
+    }
+  }
+}
+// Rows and columns of A, B and C in float.
 EMULATED_INTERNAL inline Fragment product(void* site, Fragment a, Fragment b, Fragment c) {
   ulong2 at = meet("simdgroup_multiply_accumulate", site);
   float left[8][8], right[8][8];
   spread(collective::gather(SCOPE_SIMD, "simdgroup_multiply_accumulate", site, a), left);
   spread(collective::gather(SCOPE_SIMD, "simdgroup_multiply_accumulate", site, b), right);
-  for (int k = 0; k < 8; ++k)
-    for (int j = 0; j < 2; ++j) c.value[j] += left[at.y][k] * right[k][at.x + j];
+  for (int j = 0; j < 2; ++j) {
+    Product products[8];
+    for (int k = 0; k < 8; ++k) products[k] = {left[at.y][k], right[k][at.x + j]};
+    c.value[j] = eight(c.value[j], products);
+  }
   return c;
 }
 }  // namespace matrix
