@@ -23,7 +23,7 @@ from ._quantized import (
     stock_product,
 )
 from ._quantized import supported as supported_format
-from ._source import DTYPES, Maybe, constants, launch, on_metal, row_groups
+from ._source import DTYPES, Maybe, constants, inverse, launch, on_metal, row_groups
 from .change_logits import masked
 from .verify_gemv import supported as supported_product
 
@@ -55,7 +55,7 @@ def draw_ref(logits: mx.array, key: mx.array, position: Any, temp: float) -> mx.
     rows = mx.array(position).reshape(1).astype(mx.uint32) + mx.arange(len(logits), dtype=mx.uint32)
     keys = mx.vmap(mx.random.split)(key + mx.stack([mx.zeros_like(rows), rows], axis=1))[:, 1]
     noise = mx.vmap(lambda dice: mx.random.gumbel(logits.shape[1:], key=dice))(keys)
-    return mx.argmax(logits.astype(mx.float32) * (1.0 / temp) + noise, axis=-1).astype(mx.int32)
+    return mx.argmax(logits.astype(mx.float32) * inverse(temp) + noise, axis=-1).astype(mx.int32)
 
 
 def top_ref(logits: mx.array, n: int) -> Top:
@@ -215,7 +215,7 @@ def verify_head_draw(
         raise ValueError(f"temp={temp}: allowed is more than 0")
     if not (on_metal() and supported(x, weights, bias)):
         return draw_ref(masked(logits_ref(x, weights, bias), mask), key, position, temp)
-    noise = (key, mx.array(position).reshape(1).astype(mx.uint32), constants(mx.float32, 1.0 / temp))
+    noise = (key, mx.array(position).reshape(1).astype(mx.uint32), constants(mx.float32, inverse(temp)))
     return _verify_head_metal(x, weights, bias, noise=noise, mask=mask, split=split, matrix=matrix)[1][:, 0]
 
 
