@@ -2,7 +2,7 @@
 
 A threadgroup keeps the n greatest logits of its tile of the vocabulary, of equal ones the lowest index, and a second
 launch merges the tiles. Logits have the bits of `verify_qmm` and `verify_gemv`, in the lane `matrix` those of
-`matrix_qmm` and `matrix_gemv`. A NaN is never chosen, as in the argmax on Metal (a CPU takes the first one). If nothing
+`matrix_qmm` and `matrix_gemv`. A NaN is never chosen, as in Metal's argmax (a CPU's takes the first one). If nothing
 is greater than -infinity, the token is 0.
 """
 
@@ -105,9 +105,9 @@ def _verify_head_metal(
     """
     x = x.astype(_dtype(x, weights, bias))
     m, tiles = x.shape[0], -(-_columns(weights) // tile(n))
-    key, position, inverse = noise or [constants(*unread) for unread in UNREAD]
+    key, position, scale = noise or [constants(*unread) for unread in UNREAD]
     more = {"bias": x if bias is None else bias.astype(x.dtype), "key": key}
-    more |= {"position": position, "inverse": inverse, "n": constants(mx.int32, n)}
+    more |= {"position": position, "inverse": scale, "n": constants(mx.int32, n)}
     more["mask"] = constants(mx.int32, 0).reshape(1, 1) if mask is None else mask
     outputs = {"values": ((m, tiles, n + with_sum), mx.float32), "indices": ((m, tiles, n), mx.int32)}
     template = {"TILE": tile(n), "BIAS": bias is not None, "MASK": mask is not None, "SUM": with_sum}
