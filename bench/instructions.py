@@ -2,11 +2,11 @@
 
     python -m bench.instructions
 
-Apple's compiler runs only on Macs, so `tests/support/registers.py` stands in for it. Instructions are those of a lane in
-the loops that multiply, as in whole blocks of K, where all guards are passed; the rest runs once per threadgroup.
-`arithmetic` is what the cost model takes: vector instructions and moves between lanes. `addresses` (sums of 64 bits, two
-instructions here; a Mac's load adds base and offset itself) and `control` (loop counters, branches) are apart. Loads,
-waits and 8x8 products do not count. The second table has a 27B's rows, once with all three.
+Apple's compiler runs only on Macs, so `tests/support/registers.py` stands in for it. Instructions are those of a lane
+in the loops that multiply, in whole blocks of K, where all guards are passed; the rest runs once per threadgroup.
+`arithmetic` is what the cost model takes: vector instructions and moves between lanes. Apart are `addresses` (sums of
+64 bits, two instructions here; a Mac's load adds base and offset itself) and `control` (loop counters, branches).
+Loads, waits and 8x8 products do not count. The second table has a 27B's rows, with and without those apart.
 """
 
 import itertools

@@ -43,8 +43,8 @@ OURS, OURS_MANY = (2.0, 1.94), (2.0, 2.69)  # QMV with mask and convert once; x 
 # Per row: multiply-add, x for 4 outputs, scale. Without them: bytes, and launches, of a dequantization.
 BLOCKS, PIECES, PIECE_LAUNCHES = {4: (8.0, 1.4), 6: (5.0, 1.4)}, 22, 10
 WIDE_ROWS, OURS_ROWS = 5, 8  # maximum rows that share reads and decoding
-# In the lane "matrix", for all rows, counted by `python -m bench.instructions`: of twins at 1 to TWIN_ROWS rows, then of
-# matrices at 8 and 16 without their products. Counted alike, QMV is 4.42.
+# In the lane "matrix", for all rows, counted by `python -m bench.instructions`: of twins at 1 to TWIN_ROWS rows, then
+# of matrices at 8 and 16 without their products. Counted alike, QMV is 4.42.
 LANES = "exact", "matrix"
 MATRIX_LANE = {
     "affine 4": (3.70, 6.09, 8.02, 3.46, 4.65),

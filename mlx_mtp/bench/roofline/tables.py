@@ -182,7 +182,7 @@ def formats_table(found: Result) -> Table:
 
 
 def lanes_table(found: Result) -> Table:
-    """Return a table of predicted passes in both lanes of products: ms, and relative to one row in the lane `exact`."""
+    """Return a table of predicted passes in both lanes of products: ms, and over one row in the lane `exact`."""
     lines = found["lanes"]
     rows = sorted({line["rows"] for line in lines})
     title = f"predicted passes by lane of dense products on {found['chip']['name']}, ms"
