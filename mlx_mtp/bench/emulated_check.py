@@ -45,7 +45,7 @@ def of_op(op: str) -> dict[str, Any]:
         wrong = erring(trial) if op in CHAINED else check(trial)
         counts = asked(site, trial.x(0))
     launches = launched(trial)
-    against = ERROR if op in CHAINED or not trial.bits else OWN_BITS if trial.truth else BITS
+    against = ERROR if op in CHAINED else OWN_BITS if trial.truth else BITS
     return {
         "op": op,
         "shape": site.shape,

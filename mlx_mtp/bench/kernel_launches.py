@@ -59,7 +59,11 @@ def can_split(op: Callable[..., object]) -> bool:
 def alternatives(launches: Callable[[], Iterator[TimedLaunch]]) -> Iterator[TimedLaunch]:
     """Yield the launches, and then those that have it once more with `split=True`."""
     yield from launches()
-    yield from (partial(launch, split=True) for launch in launches() if can_split(launch.func))
+    yield from (
+        partial(launch, split=True)
+        for launch in launches()
+        if can_split(launch.func) and "matrix" not in launch.keywords
+    )
 
 
 def weights(of: CodeFormat, n: int, k: int, dtype: mx.Dtype, *before: int, ends: Sequence[int] = ()) -> Quantized:
@@ -105,9 +109,16 @@ def products(of: CodeFormat) -> Iterator[TimedLaunch]:
 
 
 def matrices(of: CodeFormat) -> Iterator[TimedLaunch]:
-    """Yield launches of verify_qmm_mma."""
-    for dtype, n, m in itertools.product(DTYPES, (64, 2048), (8, 16)):
-        yield partial(kernels.verify_qmm_mma, rows(m, 512, dtype), weights(of, n, 512, dtype))
+    """Yield launches of the lane `matrix`: matrix_qmm, matrix_glu, matrix_heads and matrix_head."""
+    for dtype in DTYPES if of in RELEASED else (mx.bfloat16,):
+        for m, n in ((1, 64), (2, 64), (3, 64), (8, 64), (8, 4096), (16, 64), (16, 4096)):
+            yield partial(kernels.matrix_qmm, rows(m, 512, dtype), weights(of, n, 512, dtype))
+    k = 512 if is_whole(of, 512) else 256
+    for m in (1, 3, 8, 16):
+        x, per_head = rows(m, 512, mx.bfloat16), mx.zeros((1, m, 2, k), mx.bfloat16)
+        yield partial(kernels.matrix_glu, x, weights(of, 64, 512, mx.bfloat16, ends=(32, 64)))
+        yield partial(kernels.matrix_heads, per_head, weights(of, 64, k, mx.bfloat16, 2), heads_first=m < 8)
+        yield partial(kernels.verify_head, x, weights(of, 1024, 512, mx.bfloat16), matrix=True)
 
 
 def experts(of: CodeFormat) -> Iterator[TimedLaunch]:
@@ -288,11 +299,7 @@ def launched(launch: TimedLaunch, spelling: str) -> None:
 
 def groups(formats: Sequence[CodeFormat]) -> dict[str, Callable[[], Iterator[TimedLaunch]]]:
     """Return the groups by name, as functions that yield launches, with splits; of quantized weights per format."""
-    quantized = [
-        (make, of)
-        for make, of in itertools.product((products, matrices, experts, heads), formats)
-        if make is not matrices or of[0] not in kernels.BLOCK_FORMATS  # only MLX's formats have this kernel
-    ]
+    quantized = [(make, of) for make, of in itertools.product((products, matrices, experts, heads), formats)]
     found: dict[str, Callable[[], Iterator[TimedLaunch]]] = {
         **{f"{make.__name__} {'-'.join(map(str, of))}": partial(make, of) for make, of in quantized},
         **{f"attention {dtype}": partial(attention, dtype) for dtype in DTYPES},

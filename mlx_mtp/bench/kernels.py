@@ -1,7 +1,7 @@
 """Measure our kernels op by op: times against stock MLX on a GPU, and emulated memory traffic anywhere.
 
-Times are those of dependent chains over several layers of a released model's shapes, ours and stock alternately;
-`verify_qmm_mma` is compared with `verify_qmm`. Traffic is counted on small shapes and is not a time.
+Times are those of dependent chains over several layers of a released model's shapes, ours and stock alternately.
+Traffic is counted on small shapes and is not a time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,9 @@ CHAIN_SECONDS = 0.002
 PRODUCTS = {"gather_qmv": 3}  # launches of MLX's kernel for one of ours
 # MLX's kernels whose traffic is shown next to an op's, and its matrix's rows and columns, those of SMALL.
 STOCK = {
-    **dict.fromkeys(("verify_qmm", "verify_glu", "verify_qmm_mma"), (("qmv_fast", "qmv", "qmv_wide"), (64, 1024))),
+    **dict.fromkeys(
+        ("verify_qmm", "verify_glu", "matrix_qmm", "matrix_glu"), (("qmv_fast", "qmv", "qmv_wide"), (64, 1024))
+    ),
     "verify_gemv": (("gemv",), (64, 1024)),
     "verify_head": (("qmv_fast", "qmv_wide"), (1024, 512)),
     "verify_moe": (("gather_qmv",), ()),

@@ -27,11 +27,11 @@ from ..layers.attention import Attention
 from ..layers.blocks import made_of
 from ..layers.experts import Mixture
 from ..layers.gated_delta import Recurrence
-from ..layers.lm_head import BlockHead, LMHeadSite
+from ..layers.lm_head import LMHeadSite, OwnHead
 from ..layers.mamba2 import Scan
-from ..layers.mla import BlockPerHead, LatentAttention, PerHead
+from ..layers.mla import LatentAttention, OwnPerHead, PerHead
 from ..layers.norm_rope import AttentionForm, NormRope
-from ..layers.products import GLU, BlockGLU, BlockStack, Dense, Matrices, Stack
+from ..layers.products import GLU, Dense, OwnDense, OwnGLU, OwnStack, Stack
 from ..layers.residual_norm import Sum
 from ..models import deepseek_v3 as deepseek_port
 from ..models.nemotron_h import Mamba2Mixer
@@ -91,10 +91,24 @@ def glu(h: int, k: int) -> GLU:
     return GLU(SimpleNamespace(gate_proj=gate, up_proj=up))
 
 
-def block_glu(mode: str, h: int, k: int) -> BlockGLU:
+def matrix_stack(*heights: int, k: int) -> OwnStack:
+    return OwnStack([linear(n, k) for n in heights], matrix=True)
+
+
+def matrix_glu(h: int, k: int) -> OwnGLU:
+    gate, up = linear(h, k), linear(h, k)
+    gate.site = up.site = OwnStack([gate, up], matrix=True)
+    return OwnGLU(SimpleNamespace(gate_proj=gate, up_proj=up), matrix=True)
+
+
+def matrix_heads(n: int, heads: int) -> OwnPerHead:
+    return OwnPerHead(typed(QuantizedMultiLinear(128, n, heads, 64, 4, "affine")), heads_first=True, matrix=True)
+
+
+def block_glu(mode: str, h: int, k: int) -> OwnGLU:
     gate, up = block_linear(mode, h, k), block_linear(mode, h, k)
-    gate.site = up.site = BlockStack([gate, up])
-    return BlockGLU(SimpleNamespace(gate_proj=gate, up_proj=up))
+    gate.site = up.site = OwnStack([gate, up])
+    return OwnGLU(SimpleNamespace(gate_proj=gate, up_proj=up))
 
 
 def qwen(kind: type, **sizes: int) -> Any:
@@ -155,8 +169,12 @@ CASES: dict[str, tuple[str, Callable[[], Any]]] = {
     "Step-3.5 LM head, 8 bits": ("verify_qmm", lambda: stack(128896, k=4096, bits=8)),
     "Qwen3.6-27B gate, up": ("verify_glu", lambda: glu(17408, 5120)),
     "Step-3.5 shared expert": ("verify_glu", lambda: glu(1280, 4096)),
-    "Qwen3.6-27B q, k, v by matrices": ("verify_qmm_mma", lambda: Matrices(stack(12288, 1024, 1024, k=5120))),
-    "Qwen3.6-27B down by matrices": ("verify_qmm_mma", lambda: Matrices(stack(5120, k=17408))),
+    "Qwen3.6-27B q, k, v by matrices": ("matrix_qmm", lambda: matrix_stack(12288, 1024, 1024, k=5120)),
+    "Qwen3.6-27B down by matrices": ("matrix_qmm", lambda: matrix_stack(5120, k=17408)),
+    "Qwen3.6-27B gate, up by matrices": ("matrix_glu", lambda: matrix_glu(17408, 5120)),
+    "Qwen3.6-27B tokens by matrices": ("matrix_head", lambda: OwnHead(linear(248320, 5120), matrix=True)),
+    "DeepSeek-V3 queries per head by matrices": ("matrix_heads", lambda: matrix_heads(512, 128)),
+    "eh_proj by matrices": ("matrix_gemv", lambda: OwnDense(typed(nn.Linear(8192, 4096, bias=False)))),
     "GLM-4.5 router": ("verify_gemv", lambda: Dense(typed(nn.Linear(5120, 160, bias=False)))),
     "Qwen3.5 shared expert's gate": ("verify_gemv", lambda: Dense(typed(nn.Linear(2048, 1, bias=False)))),
     "eh_proj": ("verify_gemv", lambda: Dense(typed(nn.Linear(8192, 4096, bias=False)))),
@@ -175,14 +193,14 @@ CASES: dict[str, tuple[str, Callable[[], Any]]] = {
     "Qwen3.6-35B-A3B experts": ("verify_moe", lambda: experts(256, 512, 2048, 8)),
     "Step-3.5 q, k, v, g, IQ4_XS": (
         "verify_qmm",
-        lambda: BlockStack([block_linear("iq4_xs", n, 4096) for n in (12288, 1024, 1024, 96)]),
+        lambda: OwnStack([block_linear("iq4_xs", n, 4096) for n in (12288, 1024, 1024, 96)]),
     ),
     "Step-3.5 shared expert, IQ4_XS": ("verify_glu", lambda: block_glu("iq4_xs", 1280, 4096)),
     "Step-3.5 experts, IQ4_XS": ("verify_moe", lambda: experts(288, 1280, 4096, 8, "iq4_xs")),
-    "Step-3.5 tokens, Q6_K": ("verify_head", lambda: BlockHead(block_linear("q6_k", 128896, 4096))),
+    "Step-3.5 tokens, Q6_K": ("verify_head", lambda: OwnHead(block_linear("q6_k", 128896, 4096))),
     "DeepSeek-V3 queries per head, IQ4_NL": (
         "verify_qmm_heads",
-        lambda: BlockPerHead(blocks("iq4_nl", MultiLinear(128, 512, 128)), heads_first=True),
+        lambda: OwnPerHead(blocks("iq4_nl", MultiLinear(128, 512, 128)), heads_first=True),
     ),
     "Qwen3.6-27B tokens": ("verify_head", lambda: LMHeadSite(linear(248320, 5120))),
     "Step-3.5 tokens, 8 bits": ("verify_head", lambda: LMHeadSite(linear(128896, 4096, bits=8))),
@@ -206,7 +224,11 @@ def near(site: Any) -> Any:
 SMALL: dict[str, Callable[[], Any]] = {
     "verify_qmm": lambda: stack(64, k=1024),
     "verify_glu": lambda: glu(32, 1024),
-    "verify_qmm_mma": lambda: Matrices(stack(64, k=1024)),
+    "matrix_qmm": lambda: matrix_stack(64, k=1024),
+    "matrix_glu": lambda: matrix_glu(32, 1024),
+    "matrix_gemv": lambda: OwnDense(typed(nn.Linear(1024, 64, bias=False))),
+    "matrix_heads": lambda: matrix_heads(64, 4),
+    "matrix_head": lambda: OwnHead(linear(256, 1024), matrix=True),
     "verify_gemv": lambda: Dense(typed(nn.Linear(1024, 64, bias=False))),
     "gated_delta_verify": lambda: Recurrence(typed(qwen(GatedDeltaNet, **FEW_DELTA)), RecurrentCache),
     "mamba2_verify": lambda: mamba2(hidden_size=64, mamba_num_heads=4, mamba_head_dim=16, n_groups=2),

@@ -109,8 +109,8 @@ def load(
     draft_model: directory or hub name. A block drafter (DFlash, DFlash2, DSpark, or "demo-block") joins the heads;
         EAGLE-3, MTP heads that mlx-vlm split off, and a small model with the target's tokens replace them.
     draft_vocab: file of `mlx-mtp draft-vocab`, or token ids, to which the heads' drafts are restricted.
-    kernels: "off", "exact" or "fast" Metal kernels instead of MLX's ("fast" adds matrix products whose bits differ
-        from MLX's). None is MLX_MTP_KERNELS, else the kernels that a trial on this machine finds correct and faster.
+    kernels: "off", "exact" (products with the bits of MLX's one-row kernels) or "matrix" (products by simdgroup
+        matrices, whose bits differ). None is MLX_MTP_KERNELS, else the lane and the kernels that are faster here.
     budget: memory to check for before weights are read. wired_limit: bytes that the process keeps resident on the
         GPU, never lowered by a later load; "auto" only for a model that needs most of the working set, "off" never.
     tensor_group: from `mx.distributed.init()`: split the target over its ranks, which all have to load it and to make

@@ -22,7 +22,7 @@ from .grammar_options import grammar_of, grammar_options
 from .together import check_prompt, group, own_file
 
 BITS = Choice(["2", "3", "4", "5", "6", "8"])
-KERNELS = Choice(["off", "exact", "fast"])
+KERNELS = Choice(["off", "exact", "matrix"])
 SHARE, POSITIONS = FloatRange(0, 1), IntRange(1, 2**30)
 
 

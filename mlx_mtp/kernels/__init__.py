@@ -6,6 +6,7 @@ The public function runs the kernel on Metal, else the reference. The bodies are
 
 from ._blocks import BLOCK_FORMATS, block_mode, block_product, block_scales, dequantized_blocks, quantized_blocks
 from ._first_launch import KernelRefused, Refusal, all_ran, drop_new, launched, out_of_memory, run_again, run_new
+from ._matrix import matrix_rows, take_order
 from ._quantized import Quantized, served, splits, stock_product
 from ._routing import Routing, route_ref
 from ._source import on_metal, padded, source_bytes
@@ -17,6 +18,7 @@ from .gated_delta_verify import gated_delta_verify, gated_delta_verify_ref
 from .gated_norm import gated_norm, gated_norm_ref
 from .mamba2_verify import mamba2_verify, mamba2_verify_ref
 from .matrix_order import MatrixOrder, matrix_orders, matrix_sums, metal_sum
+from .matrix_products import matrix_gemv, matrix_glu, matrix_heads, matrix_qmm
 from .norm_rope import RopeArguments, norm_rope, norm_rope_ref
 from .verify_attention import attention_served, attention_splits, verify_attention, verify_attention_ref
 from .verify_gemv import verify_gemv, verify_gemv_ref
@@ -24,6 +26,5 @@ from .verify_head import draw_ref, top_ref, verify_head, verify_head_draw, verif
 from .verify_latent_attention import verify_latent_attention, verify_latent_attention_ref
 from .verify_moe import Experts, moe_splits, verify_moe, verify_moe_ref
 from .verify_qmm import verify_glu, verify_glu_ref, verify_qmm, verify_qmm_heads, verify_qmm_heads_ref, verify_qmm_ref
-from .verify_qmm_mma import verify_qmm_mma, verify_qmm_mma_ref
 
 __all__ = [name for name in dir() if not name.startswith("_")]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -1,7 +1,8 @@
-"""Launch the kernels of the lane `matrix`, whose rows have the same bits at every number of rows (`kernels/matrix.h`).
+"""Launch the kernels of the lane `matrix`, in which a row has the same bits at every number of rows.
 
-Up to TWIN_ROWS rows are multiplied by the twin, a scalar kernel that adds eight products in the order of this machine's
-simdgroup_matrix; more, and all rows if that order is not known, by simdgroup matrices.
+The arithmetic is stated in `kernels/matrix.h`. Up to TWIN_ROWS rows are multiplied by the twin, a scalar kernel that
+adds eight products in the order of this machine's simdgroup_matrix; more, and all rows if that order is not known, by
+simdgroup matrices.
 """
 
 from collections.abc import Mapping
@@ -40,12 +41,17 @@ def has_twin() -> bool:
     return _taken[0].name in ORDERS and _taken[0].rounding == "nearest"
 
 
+def matrix_rows(m: int) -> int:
+    """Return the rows of x of the compiled kernel that multiplies m rows."""
+    return m if has_twin() and m <= TWIN_ROWS else min(ROWS_ONCE, -(-m // SIDE) * SIDE)
+
+
 def matrix_tile(m: int, n: int, weights: Quantized | mx.array, most: int = ROWS_ONCE) -> MatrixTile:
     """Return the tile for m rows of x and n weight rows; no bits depend on it. most: rows per threadgroup."""
-    if has_twin() and m <= TWIN_ROWS:
-        spills = m == TWIN_ROWS and isinstance(weights, mx.array)
-        return MatrixTile(m, 32 if m == 1 else 8 if spills else 16)
-    return MatrixTile(min(most, -(-m // SIDE) * SIDE), 32 if n >= TALL else 16)
+    if (rows := matrix_rows(m)) <= TWIN_ROWS:
+        spills = rows == TWIN_ROWS and isinstance(weights, mx.array)
+        return MatrixTile(rows, 32 if rows == 1 else 8 if spills else 16)
+    return MatrixTile(min(rows, most), 32 if n >= TALL else 16)
 
 
 def weight_inputs(weights: Quantized | mx.array, dtype: mx.Dtype) -> tuple[dict[str, mx.array], dict[str, object]]:
@@ -71,7 +77,8 @@ def launch_tiles(
 ) -> list[mx.array]:
     """Launch kernel `op` with threadgroups of this tile.
 
-    groups: threadgroups along rows of x, weight rows and heads. more, template: further inputs and template arguments.
+    groups: threadgroups along rows of x, weight rows and heads. more: further inputs. template: further template
+    arguments.
     """
     given, form = weight_inputs(weights, x.dtype)
     order = _taken[0]

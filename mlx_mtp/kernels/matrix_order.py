@@ -157,7 +157,7 @@ def _read() -> dict[str, MatrixOrder]:
     with launched():  # runs here, not again in `run_new`
         found = np.array(matrix_sums())
     names = (str(dtype).removeprefix("mlx.core.") for dtype in TYPES)
-    return {name: named(*each) for name, *each in zip(names, found, TYPES, strict=True)}
+    return {name: named(sums, dtype) for name, sums, dtype in zip(names, found, TYPES, strict=True)}
 
 
 _read_once = functools.cache(_read)

@@ -30,7 +30,7 @@ def matrix_qmm(x: mx.array, weights: Quantized) -> list[mx.array]:
 
 
 def _product(x: mx.array, weights: Quantized | mx.array, ends: tuple[int, ...], bias: Maybe) -> mx.array:
-    """Return, flat, x [M, K] times each of the weights that end at `ends`, plus the bias: [M, N_p] one after the other."""
+    """Return x [M, K] times each of the weights that end at `ends`, plus the bias: one [M, N_p] after another."""
     m, n = x.shape[0], ends[-1]
     tile = matrix_tile(m, n, weights)
     more = {"ends": constants(mx.int32, *ends), "bias": x if bias is None else bias}
@@ -55,7 +55,7 @@ def matrix_gemv(x: mx.array, w: mx.array, bias: Maybe = None) -> mx.array:
 
 
 def matrix_served(x: mx.array, w: mx.array, dtype: mx.Dtype) -> bool:
-    """Return whether the kernels multiply x with unquantized weights [N, K]: floats, K of 8 or more, nothing empty."""
+    """Return whether the kernels multiply x with unquantized weights [N, K]: floats, K at least 8, nothing empty."""
     return dtype in DTYPES and w.shape[1] >= 8 and x.size > 0 and w.size > 0
 
 

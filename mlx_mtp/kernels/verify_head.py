@@ -1,14 +1,16 @@
 """Compute tokens, draws, or the n greatest logits of an LM head, without writing all logits.
 
 A threadgroup keeps the n greatest logits of its tile of the vocabulary, of equal ones the lowest index, and a second
-launch merges the tiles. Logits have the bits of `verify_qmm` and `verify_gemv`. A NaN is never chosen, as in Metal's
-argmax (a CPU's chooses the first one); if nothing is greater than -infinity, the token is 0.
+launch merges the tiles. Logits have the bits of `verify_qmm` and `verify_gemv`, in the lane `matrix` those of
+`matrix_qmm` and `matrix_gemv`. A NaN is never chosen, as in the argmax on Metal (a CPU takes the first one). If nothing
+is greater than -infinity, the token is 0.
 """
 
 from typing import Any
 
 import mlx.core as mx
 
+from ._matrix import ROWS_ONCE, SIDE, launch_tiles, matrix_tile
 from ._quantized import (
     SPLIT_ROWS,
     WEIGHTS_ONCE,
@@ -95,6 +97,7 @@ def _verify_head_metal(
     mask: Maybe = None,
     with_sum: bool = False,
     split: bool = False,
+    matrix: bool = False,
 ) -> list[mx.array]:
     """Return values and tokens [M, n] of each row's n greatest logits, with `noise` of logits / temp plus noise.
 
@@ -102,17 +105,23 @@ def _verify_head_metal(
     """
     x = x.astype(_dtype(x, weights, bias))
     m, tiles = x.shape[0], -(-_columns(weights) // tile(n))
-    registers = SPLIT_ROWS if split else DENSE_ROWS if isinstance(weights, mx.array) else WEIGHTS_ONCE
-    groups, rows = row_groups(m, min(registers, LOGITS // tile(n)))
-    op, inputs, template = _product(x, weights)
     key, position, inverse = noise or [constants(*unread) for unread in UNREAD]
-    inputs |= {"x": x, "bias": x if bias is None else bias.astype(x.dtype), "key": key}
-    inputs |= {"position": position, "inverse": inverse, "n": constants(mx.int32, n)}
-    inputs["mask"] = constants(mx.int32, 0).reshape(1, 1) if mask is None else mask
+    more = {"bias": x if bias is None else bias.astype(x.dtype), "key": key}
+    more |= {"position": position, "inverse": inverse, "n": constants(mx.int32, n)}
+    more["mask"] = constants(mx.int32, 0).reshape(1, 1) if mask is None else mask
     outputs = {"values": ((m, tiles, n + with_sum), mx.float32), "indices": ((m, tiles, n), mx.int32)}
-    template |= {"ROWS": rows, "TILE": tile(n), "BIAS": bias is not None, "MASK": mask is not None, "SUM": with_sum}
-    grid, group = (32 * groups, SIMDGROUPS * tiles, 1), (32, SIMDGROUPS, 1)
-    values, indices = launch(op, inputs, outputs, template=template, grid=grid, group=group)
+    template = {"TILE": tile(n), "BIAS": bias is not None, "MASK": mask is not None, "SUM": with_sum}
+    if matrix:
+        part = matrix_tile(m, _columns(weights), weights, ROWS_ONCE if tile(n) == tile(1) else SIDE)
+        groups = -(-m // part.rows), tiles, 1
+        values, indices = launch_tiles("matrix_head", x, weights, outputs, part, groups, more, template)
+    else:
+        registers = SPLIT_ROWS if split else DENSE_ROWS if isinstance(weights, mx.array) else WEIGHTS_ONCE
+        groups, template["ROWS"] = row_groups(m, min(registers, LOGITS // tile(n)))
+        op, inputs, form = _product(x, weights)
+        grid, group = (32 * groups, SIMDGROUPS * tiles, 1), (32, SIMDGROUPS, 1)
+        inputs |= {"x": x, **more}
+        values, indices = launch(op, inputs, outputs, template={**form, **template}, grid=grid, group=group)
     return launch(
         "verify_head_merge",
         {"values": values, "indices": indices},
@@ -161,18 +170,25 @@ def _check(x: mx.array, weights: Weights, bias: Maybe, mask: Maybe = None) -> No
 
 
 def verify_head(
-    x: mx.array, weights: Weights, bias: Maybe = None, *, mask: Maybe = None, split: bool = False
+    x: mx.array,
+    weights: Weights,
+    bias: Maybe = None,
+    *,
+    mask: Maybe = None,
+    split: bool = False,
+    matrix: bool = False,
 ) -> mx.array:
     """Return the token [M] int32 of the greatest logit of each row x [M, K]; of equal ones the lowest.
 
     weights: Quantized, or [N, K] float16, bfloat16 or float32; bias [N]. mask: as in `masked`. split: at most 4 rows
-    share a request of the weights. Where `supported` is False, and without Metal, MLX's own product and argmax run.
+    share a request of the weights. matrix: whether logits are those of the lane `matrix`. Where `supported` is False,
+    and without Metal, MLX's own product and argmax run.
     Raises ValueError for shapes that do not match.
     """
     _check(x, weights, bias, mask)
     if not (on_metal() and supported(x, weights, bias)):
         return mx.argmax(masked(logits_ref(x, weights, bias), mask), axis=-1).astype(mx.int32)
-    return _verify_head_metal(x, weights, bias, mask=mask, split=split)[1][:, 0]
+    return _verify_head_metal(x, weights, bias, mask=mask, split=split, matrix=matrix)[1][:, 0]
 
 
 def verify_head_draw(
@@ -185,12 +201,14 @@ def verify_head_draw(
     *,
     mask: Maybe = None,
     split: bool = False,
+    matrix: bool = False,
 ) -> mx.array:
     """Return a token [M] int32 for each row i of x [M, K], drawn from softmax(logits / temp) at position + i.
 
     key: uint32 [2]; row i uses the second half of the split of key + [0, position + i], and the noise of each token
         is that of mx.random.gumbel. position: an integer or int32 [] or [1].
-    weights, bias [N], mask, split: as in `verify_head`. Raises ValueError for shapes that do not match and temp <= 0.
+    weights, bias [N], mask, split, matrix: as in `verify_head`. Raises ValueError for shapes that do not
+        match and temp <= 0.
     """
     _check(x, weights, bias, mask)
     if temp <= 0:
@@ -198,20 +216,22 @@ def verify_head_draw(
     if not (on_metal() and supported(x, weights, bias)):
         return draw_ref(masked(logits_ref(x, weights, bias), mask), key, position, temp)
     noise = (key, mx.array(position).reshape(1).astype(mx.uint32), constants(mx.float32, 1.0 / temp))
-    return _verify_head_metal(x, weights, bias, noise=noise, mask=mask, split=split)[1][:, 0]
+    return _verify_head_metal(x, weights, bias, noise=noise, mask=mask, split=split, matrix=matrix)[1][:, 0]
 
 
-def verify_head_top(x: mx.array, weights: Weights, n: int, bias: Maybe = None, *, split: bool = False) -> Top:
+def verify_head_top(
+    x: mx.array, weights: Weights, n: int, bias: Maybe = None, *, split: bool = False, matrix: bool = False
+) -> Top:
     """Return the n greatest logits [M, n] float32 of each row x [M, K], descending, their tokens, and a logsumexp.
 
     The tokens are int32 [M, n], of equal logits the lower token first; the logsumexp [M] float32 is of all logits.
-    weights, bias, split: as in `verify_head`. Raises ValueError for shapes that do not match and for an n above 64 or
-    N, or below 1.
+    weights, bias, split, matrix: as in `verify_head`. Raises ValueError for shapes that do not match and for an n
+    above 64 or N, or below 1.
     """
     _check(x, weights, bias)
     if not 1 <= n <= min(MOST_TOP, _columns(weights)):
         raise ValueError(f"n={n}: allowed is 1 to {min(MOST_TOP, _columns(weights))}")
     if not (on_metal() and supported(x, weights, bias)):
         return top_ref(logits_ref(x, weights, bias), n)
-    values, tokens = _verify_head_metal(x, weights, bias, n, with_sum=True, split=split)
+    values, tokens = _verify_head_metal(x, weights, bias, n, with_sum=True, split=split, matrix=matrix)
     return values[:, :n], tokens, values[:, n]

@@ -56,6 +56,7 @@ class Site:
         only the one with the most weights, over all its sites, is timed.
     weights_read: the number of weights that the site reads, or of their rows; compared among sites of a kind only.
     split: those of `rows` that the kernel splits into fewer rows per thread, with the same bits.
+    matrix: whether its products are those of the lane `matrix`.
     asked: False until something in use needs the site; before that it is not tried.
 
     A site may also have, as an attribute or a method:
@@ -74,6 +75,7 @@ class Site:
     together: tuple[int, ...] = TOGETHER_ROWS
     kind: str = ""
     weights_read: int = 1
+    matrix: bool = False
     asked: bool = True
     on: frozenset[int] = frozenset()
     split: frozenset[int] = frozenset()

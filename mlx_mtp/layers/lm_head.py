@@ -57,7 +57,8 @@ class LMHeadSite(Site):
     def tokens(self, x: mx.array, mask: Maybe = None, *, fused: bool) -> mx.array:
         """Return, for each row of x [M, K], the token of the greatest logit, int32 [M]. fused: run the kernel."""
         if fused:
-            return verify_head(x, self.weights, self.bias, mask=mask, split=rows_of(x) in self.split)
+            how = {"split": rows_of(x) in self.split, "matrix": self.matrix}
+            return verify_head(x, self.weights, self.bias, mask=mask, **how)
         return mx.argmax(masked(self.logits(x), mask), axis=-1).astype(mx.int32)
 
     def logits(self, x: mx.array) -> mx.array:
@@ -65,11 +66,20 @@ class LMHeadSite(Site):
         return logits_of(self.module, x)
 
 
-class BlockHead(LMHeadSite):
-    """An LM head in a block format, for which MLX has no kernel; trials compare each row's greatest logit, [M, 1]."""
+class OwnHead(LMHeadSite):
+    """An LM head with our kernel's bits (see `products.OwnStack`); trials compare the greatest logits, [M, 1]."""
+
+    def __init__(self, module: Any, *, matrix: bool = False):
+        super().__init__(module)
+        if matrix:
+            self.matrix, self.op = True, "matrix_head"
+
+    def splits(self, rows: int) -> bool:
+        return not self.matrix and super().splits(rows)
 
     def computed(self, x: mx.array, split: bool) -> list[mx.array]:
-        return [verify_head_top(x, self.weights, 1, self.bias, split=split)[0].astype(x.dtype)]
+        how = {"split": split, "matrix": self.matrix}
+        return [verify_head_top(x, self.weights, 1, self.bias, **how)[0].astype(x.dtype)]
 
     def stock(self, x: mx.array) -> list[mx.array]:
         return [self.logits(x).max(axis=-1, keepdims=True)]
@@ -107,26 +117,27 @@ class NormedRows:
     def draw(self, key: mx.array, position: Any, temp: float, mask: Maybe = None) -> mx.array:
         """Draw each row's token at a temperature, int32 [M]; row i uses the noise of position + i under `key`."""
         if self.fused:
-            more = {"mask": mask, "split": self.split}
+            more = {"mask": mask, "split": self.split, "matrix": self.head.matrix}
             return verify_head_draw(self.x, self.head.weights, key, position, temp, self.head.bias, **more)
         return draw_ref(masked(self.head.logits(self.x), mask), key, position, temp)
 
     def top(self, n: int) -> Top:
         """Return (each row's n greatest logits, their tokens, the logsumexp of all), as `kernels.verify_head_top`."""
         if self.fused:
-            return verify_head_top(self.x, self.head.weights, n, self.head.bias, split=self.split)
+            how = {"split": self.split, "matrix": self.head.matrix}
+            return verify_head_top(self.x, self.head.weights, n, self.head.bias, **how)
         return top_ref(self.head.logits(self.x), n)
 
 
-def place_heads(model: Any) -> list[LMHeadSite]:
+def place_heads(model: Any, *, matrix: bool = False) -> list[LMHeadSite]:
     """Create a site, off, as `choice` of each LM head of the model and its MTP heads; return the sites.
 
     Tied embeddings count as LM heads, and a module shared by several gets one site. Modules whose class or format
-    the kernels do not support get none.
+    the kernels do not support get none. matrix: for the lane `matrix`.
     """
     found = {id(module): module for module in map(model.unembedding, (None, *range(len(model.mtp))))}
     served = [module for module in found.values() if isinstance(module, KINDS) and known_format(module)]
-    sites = [(BlockHead if is_blocks(module) else LMHeadSite)(module) for module in served]
+    sites = [OwnHead(m, matrix=matrix) if matrix or is_blocks(m) else LMHeadSite(m) for m in served]
     for site in sites:
         site.module.choice = site
     return sites

@@ -15,6 +15,7 @@ from mlx_lm.models.mla import QuantizedMultiLinear
 from ..cache.ring import MAX_ROWS
 from ..kernels import (
     Quantized,
+    matrix_heads,
     splits,
     verify_latent_attention,
     verify_latent_attention_ref,
@@ -22,7 +23,7 @@ from ..kernels import (
     verify_qmm_heads_ref,
 )
 from .attention import CachedAttention
-from .blocks import BlockMultiLinear
+from .blocks import BlockMultiLinear, is_blocks
 from .kernel_site import Site, format_of, quantized, side_by_side
 from .norm_rope import NormRope, Offset, on_device
 from .port import MLA_KV_B, NEXTN, NUMBERED_EXPERTS, SCALED_FP8, Port
@@ -37,7 +38,6 @@ class PerHead(Site):
     heads_first: whether the output has the head axis before the row axis in memory.
     """
 
-    kind_of_module: type = QuantizedMultiLinear
     op = "verify_qmm_heads"  # for a single row, too: there MLX copies queries that are split from rotated ones
 
     def __init__(self, module: Any, *, heads_first: bool):
@@ -64,8 +64,11 @@ class PerHead(Site):
 
     def _product(self, x: mx.array, split: bool) -> mx.array:
         n, rows, heads, _ = x.shape
-        how = {"heads_first": self.heads_first, "split": split}
-        y = verify_qmm_heads(x.reshape(1, n * rows, heads, -1), self.weights, **how)
+        x = x.reshape(1, n * rows, heads, -1)
+        if self.matrix:
+            y = matrix_heads(x, self.weights, heads_first=self.heads_first)
+        else:
+            y = verify_qmm_heads(x, self.weights, heads_first=self.heads_first, split=split)
         if self.heads_first:
             return y.reshape(heads, n, rows, -1).swapaxes(0, 1)
         return y.reshape(n, rows, heads, -1).swapaxes(1, 2)
@@ -78,13 +81,26 @@ class PerHead(Site):
 
     def stock(self, x: mx.array) -> list[mx.array]:
         heads = x.reshape(1, len(x), self.heads, -1).swapaxes(1, 2)
-        return [side_by_side(self.kind_of_module.__call__(self.module, heads))]
+        return [side_by_side(QuantizedMultiLinear.__call__(self.module, heads))]
 
 
-class BlockPerHead(PerHead):
-    """The products of a `BlockMultiLinear`, for which MLX has no kernel; trials compare with float32 products."""
+class OwnPerHead(PerHead):
+    """The products of a `QuantizedMultiLinear` or `BlockMultiLinear` with our bits (see `products.OwnStack`)."""
 
-    own_bits, kind_of_module = True, BlockMultiLinear
+    own_bits = True
+
+    def __init__(self, module: Any, *, heads_first: bool, matrix: bool = False):
+        super().__init__(module, heads_first=heads_first)
+        if matrix:
+            self.matrix, self.op = True, "matrix_heads"
+
+    def splits(self, rows: int) -> bool:
+        return not self.matrix and splits(rows)
+
+    def stock(self, x: mx.array) -> list[mx.array]:
+        heads = x.reshape(1, len(x), self.heads, -1).swapaxes(1, 2)
+        kind = BlockMultiLinear if is_blocks(self.module) else QuantizedMultiLinear
+        return [side_by_side(kind.__call__(self.module, heads))]
 
     def truth(self, x: mx.array) -> list[mx.array]:
         wide = x.astype(mx.float32).reshape(1, len(x), self.heads, -1)

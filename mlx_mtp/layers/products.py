@@ -14,13 +14,15 @@ import mlx.nn as nn
 
 from ..kernels import (
     Quantized,
+    matrix_gemv,
+    matrix_glu,
+    matrix_qmm,
     splits,
     stock_product,
     verify_gemv,
     verify_glu,
     verify_glu_ref,
     verify_qmm,
-    verify_qmm_mma,
     verify_qmm_ref,
 )
 from .kernel_site import VERIFY_ROWS, Site, format_of, quantized, rows_of
@@ -35,10 +37,9 @@ class Stack(Site):
     """
 
     op = "verify_qmm"
-    has_matrices = True  # `Matrices` support its format
 
     def __init__(self, modules: Sequence[Any]):
-        self.modules, self.matrix_rows = list(modules), frozenset()
+        self.modules = list(modules)
         self.read: tuple[mx.array | None, list[Any]] = (None, [])
         self._stack()
         w = self.stacked
@@ -85,9 +86,7 @@ class Stack(Site):
 
     def computed(self, x: mx.array, split: bool) -> list[mx.array]:
         w, dtype, x = self.weights, x.dtype, self.widened(x)
-        if rows_of(x) in self.matrix_rows:
-            return self.biased(verify_qmm_mma(x, w), dtype)
-        if rows_of(x) > 1 or w.is_blocks:
+        if rows_of(x) > 1:
             return self.biased(verify_qmm(x, w, split=split), dtype)
         y = stock_product(x, w)
         y = y if w.bias is None else y + w.bias
@@ -125,44 +124,24 @@ class Stack(Site):
         return y
 
 
-class BlockStack(Stack):
-    """A Stack in a block format, for which MLX has no kernel: a single row, too, has our kernel's bits."""
+class OwnStack(Stack):
+    """A Stack whose single row, too, has our kernel's bits: in a block format, and in the lane `matrix`."""
 
     candidates = (1, *VERIFY_ROWS)  # type: ignore[assignment]
-    own_bits, has_matrices = True, False
+    own_bits = True
     truth = Stack.in_float32
 
+    def __init__(self, modules: Sequence[Any], *, matrix: bool = False):
+        super().__init__(modules)
+        if matrix:
+            self.matrix, self.op = True, "matrix_qmm"
 
-class Matrices(Site):
-    """A Stack's product by simdgroup matrices, on where it is faster; its bits differ from MLX's."""
+    def splits(self, rows: int) -> bool:
+        return not self.matrix and splits(rows)
 
-    op = "verify_qmm_mma"
-    candidates = (5, 6, 7, 8)
-    bits = False
-
-    def __init__(self, stack: Stack):
-        self.stack, self.shape, self.width = stack, stack.shape, stack.width
-        self.kind, self.weights_read = stack.kind, stack.weights_read
-
-    @property
-    def rows(self) -> frozenset[int]:
-        return self.stack.matrix_rows
-
-    @rows.setter
-    def rows(self, rows: frozenset[int]) -> None:
-        self.stack.matrix_rows = rows
-        self.stack.rows |= rows
-
-    def ours(self, x: mx.array) -> list[mx.array]:
-        return self.stack.biased(verify_qmm_mma(self.stack.widened(x), self.stack.weights), x.dtype)
-
-    def stock(self, x: mx.array) -> list[mx.array]:
-        """Run the Stack's kernel, with MLX's bits; a trial requires more speed, and at most twice its error."""
-        split = rows_of(x) in self.stack.split
-        return self.stack.biased(verify_qmm(self.stack.widened(x), self.stack.weights, split=split), x.dtype)
-
-    def truth(self, x: mx.array) -> list[mx.array]:
-        return self.stack.in_float32(x)
+    def computed(self, x: mx.array, split: bool) -> list[mx.array]:
+        w, dtype, x = self.weights, x.dtype, self.widened(x)
+        return self.biased(matrix_qmm(x, w) if self.matrix else verify_qmm(x, w, split=split), dtype)
 
 
 class GLU(Site):
@@ -179,9 +158,9 @@ class GLU(Site):
         self.kind, self.weights_read = self.stack.kind, self.stack.weights_read
 
     def serves(self, x: mx.array) -> bool:
-        """Return whether the site is on for x; False if gate or up was replaced, or `Matrices` are on for x."""
+        """Return whether the site is on for x; False if gate or up was replaced."""
         same = all(map(operator.is_, (self.mlp.gate_proj, self.mlp.up_proj), self.stack.modules))
-        return same and rows_of(x) in self.rows - self.stack.matrix_rows
+        return same and rows_of(x) in self.rows
 
     def splits(self, rows: int) -> bool:
         return splits(rows)
@@ -197,10 +176,21 @@ class GLU(Site):
         return [gate * up]
 
 
-class BlockGLU(GLU):
-    """A GLU in a block format, for which MLX has no kernel; trials compare with a GLU in float32."""
+class OwnGLU(GLU):
+    """A GLU with our kernel's bits (see `OwnStack`); trials compare with a GLU in float32."""
 
     own_bits = True
+
+    def __init__(self, mlp: Any, *, matrix: bool = False):
+        super().__init__(mlp)
+        if matrix:
+            self.matrix, self.op = True, "matrix_glu"
+
+    def splits(self, rows: int) -> bool:
+        return not self.matrix and splits(rows)
+
+    def computed(self, x: mx.array, split: bool) -> list[mx.array]:
+        return [matrix_glu(x, self.stack.weights, self.limit)] if self.matrix else super().computed(x, split)
 
     def truth(self, x: mx.array) -> list[mx.array]:
         return [verify_glu_ref(x.astype(mx.float32), self.stack.weights, self.limit)]
@@ -230,7 +220,11 @@ class Dense(Site):
 
     def part(self, x: mx.array, index: int) -> mx.array:
         """Return the product of the module, its only part."""
-        return verify_gemv(x, self.module.weight, self.module.get("bias"))
+        return self.product(x, self.module.weight, self.module.get("bias"))
+
+    @staticmethod
+    def product(x: mx.array, w: mx.array, bias: mx.array | None) -> mx.array:
+        return verify_gemv(x, w, bias)
 
     def ours(self, x: mx.array) -> list[mx.array]:
         return [self.part(x, 0)]
@@ -239,6 +233,21 @@ class Dense(Site):
         if "bias" in self.module:
             return [mx.addmm(self.module.bias, x, self.module.weight.T)]
         return [x @ self.module.weight.T]
+
+
+class OwnDense(Dense):
+    """A Dense in the lane `matrix`: its rows have our kernel's bits."""
+
+    op, matrix, own_bits = "matrix_gemv", True, True
+    candidates = (1, *VERIFY_ROWS)
+
+    @staticmethod
+    def product(x: mx.array, w: mx.array, bias: mx.array | None) -> mx.array:
+        return matrix_gemv(x, w, bias)
+
+    def truth(self, x: mx.array) -> list[mx.array]:
+        y = x.astype(mx.float32) @ self.module.weight.astype(mx.float32).T
+        return [y + self.module.bias if "bias" in self.module else y]
 
 
 class VerifyLinear:

@@ -9,7 +9,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from ..kernels import KernelRefused, all_ran, drop_new
+from ..kernels import KernelRefused, all_ran, drop_new, matrix_rows, padded
 from ..machine.errors import refusal
 
 TimedOp = Callable[[mx.array], Sequence[mx.array]]  # x [M, K] -> outputs [M, N_i]
@@ -40,7 +40,7 @@ class KernelTrial:
         single rows; rows of the kernel must then not depend on each other.
     truth: per layer the result in float32, for ops with their own arithmetic. `alone` then defaults to the kernel on
         single rows, and the kernel's error may be twice that of MLX, or ROUNDINGS roundings.
-    bits: False for ops that promise only this error, no bits.
+    untimed: whether the kernel is on if it is right, because the lane of its bits was chosen for all of them.
     kind, weights: trials of one op and kind (default: shape) with the same compiled row count share a kernel. Of
         these the one with the maximum row count, then weights, is timed for all.
     draws: number of inputs x of a check; 0 for the default, which is DRAWS, and more above eight rows.
@@ -56,7 +56,7 @@ class KernelTrial:
     dtype: mx.Dtype
     alone: Sequence[TimedOp] | None = None
     truth: Sequence[TimedOp] | None = None
-    bits: bool = True
+    untimed: bool = False
     kind: str = ""
     weights: int = 0
     draws: int = 0
@@ -65,11 +65,15 @@ class KernelTrial:
 
     def __post_init__(self) -> None:
         assert self.pairs, f"{self.op} {self.shape}: a trial without layers"
-        assert self.bits or self.truth, f"{self.op} {self.shape}: a trial that checks nothing"
 
     @property
     def key(self) -> tuple[str, str, int]:
         return self.op, self.shape, self.rows
+
+    @property
+    def compiled_rows(self) -> int:
+        """The row count of the compiled kernel that runs these rows."""
+        return matrix_rows(self.rows) if self.untimed else padded(self.rows)
 
     def of_split(self) -> "KernelTrial":
         """Return the trial of the kernel that splits the rows, or this trial if there is no such kernel."""
@@ -99,8 +103,8 @@ def compile_kernel(trial: KernelTrial) -> None:
 def check(trial: KernelTrial, seed: int = 0) -> str | None:
     """Return why the kernel is wrong; None if its rows have the expected bits and, with a truth, are accurate.
 
-    Checks several x, determined by the seed, on several layers; bits, unless `trial.bits` is False, also with NaN
-    and infinity in other rows. An exception of the kernel is a reason; one of MLX's operations is raised.
+    Checks several x, determined by the seed, on several layers, also with NaN and infinity in other rows. An
+    exception of the kernel is a reason; one of MLX's operations is raised.
     """
     layers, count = len(trial.pairs), (trial.draws or max(DRAWS, 2 * (trial.rows - 1).bit_length())) * LAYERS
     try:
@@ -108,8 +112,7 @@ def check(trial: KernelTrial, seed: int = 0) -> str | None:
             layer = i % layers if layers < count else i * layers // count  # far apart, or in turn
             draw = i // LAYERS
             x = trial.x(seed * DRAWS + draw)
-            if trial.bits:
-                _check_bits(trial, layer, x, draw)
+            _check_bits(trial, layer, x, draw)
             if trial.truth is not None:
                 _check_error(*trial.pairs[layer], trial.truth[layer], x)
     except WrongKernel as e:

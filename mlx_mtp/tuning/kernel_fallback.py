@@ -130,8 +130,8 @@ def blame(found: ModelTrials, refusals: list[Refusal]) -> dict[VerdictKey, str]:
     A launch that no trial makes is attributed to all kernels of its op, an unknown op to all kernels. Those
     WITHOUT_TRIAL have the shape "logits".
     """
-    live = [trial for trial in found.all_trials if found.all_verdicts[trial.key].on]
-    launches = {trial.key: launches_of(trial.chosen(found.all_verdicts[trial.key].split)) for trial in live}
+    live = [trial for trial in found.trials if found.verdicts[trial.key].on]
+    launches = {trial.key: launches_of(trial.chosen(found.verdicts[trial.key].split)) for trial in live}
     blamed: dict[VerdictKey, str] = {}
     for refused in refusals:
         op = refused.key[0]
@@ -176,7 +176,7 @@ def switch_off(model: Any, reasons: dict[VerdictKey, str], *, remembered: bool =
 
 def switch_all_off(model: Any, reason: str) -> None:
     """Switch off all kernels of this model, for this reason; later loads of it try them again."""
-    on = [key for key, verdict in trials_of(model).all_verdicts.items() if verdict.on]
+    on = [key for key, verdict in trials_of(model).verdicts.items() if verdict.on]
     switch_off(model, dict.fromkeys(on, reason), remembered=False)
     model.runtime.choosing = False
     for site in model.runtime.sites:
@@ -190,7 +190,7 @@ def failed_kernels(model: Any) -> list[FailedKernel]:
     per op, shape and reason, with all its row counts.
     """
     trials = model.runtime.trials
-    verdicts = {} if trials is None else trials.all_verdicts
+    verdicts = {} if trials is None else trials.verdicts
     reasons = {key: v.reason for key, v in verdicts.items() if v.reason.startswith(FAILS)}
     reasons |= model.runtime.failed
     lines: dict[tuple[str, str], list[int]] = {}

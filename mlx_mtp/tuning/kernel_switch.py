@@ -12,7 +12,7 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from ..cache.layer_cache import CONTEXTS
-from ..kernels import on_metal
+from ..kernels import matrix_orders, on_metal, take_order
 from ..kernels.contraction import take
 from ..layers.attention import VerifyAttention
 from ..layers.blocks import BlockMultiLinear
@@ -20,7 +20,6 @@ from ..layers.gated_delta import GatedDelta
 from ..layers.kernel_site import VERIFY_ROWS, Site, inexact_rows
 from ..layers.made import Made
 from ..layers.mamba2 import Mamba2
-from ..layers.products import Matrices, Stack
 from ..layers.sparse_mla import SparseMLA
 from ..layers.with_heads import WithHeads
 from ..machine.remembered import digest
@@ -44,9 +43,9 @@ def switch_on(
 ) -> tuple[Lines, Lines]:
     """Switch on the model's kernels; return the report's lines, and the ops whose bits may depend on the row count.
 
-    lane: None decides by trial; "exact" and "fast" use every kernel that is right, "fast" also matrix-unit products
-    that a trial finds faster; "off" uses none. lazy: whether weights are lazy; None then uses no kernel, because a
-    trial would read them. kv_bits: bits of the quantized caches that will be used.
+    lane: None decides by trial; "exact" and "matrix" use every kernel of that lane that is right; "off" uses none.
+    lazy: whether weights are lazy; None then uses no kernel, because a trial would read them. kv_bits: bits of the
+    quantized caches that will be used.
     By trial, kernels of the first cycles are decided here, see `try_first`. `runtime.trials` tries others later, and
     those for more than eight rows once `switch_on_for_drafts` or `switch_on_for_batches` is called.
     """
@@ -60,7 +59,10 @@ def switch_on(
         others = [line for line in others_not_exact(model) if line != FORMATS]
         return (f"none: {why}",), ("all products", *(["the gated delta rule"] if recurrent else []), *others)
     summed = parts_alone(model.modules())  # sites expect the modules of a single machine
-    found = ModelTrials(model, place(model), kv_bits, lane)
+    if lane == "matrix":
+        model.runtime.lane = lane
+        take_order(matrix_orders()["float32"])
+    found = ModelTrials(model, place(model, matrix=model.runtime.lane == "matrix"), kv_bits, lane)
     for module in summed:
         sum_over(module, module.ranks_group)
     model.runtime.trials = found
@@ -69,13 +71,6 @@ def switch_on(
     elif not model.ranks or model.ranks.rank == 0:
         found.try_first()
     found.agree()
-    if lane == "fast":
-        # They are compared with the exact kernels, which must be on.
-        found.apply()
-        stacks = [site for site in found.sites if isinstance(site, Stack) and site.has_matrices]
-        found.matrices = ModelTrials(model, [Matrices(stack) for stack in stacks])
-        found.matrices.decide(found.matrices.trials)
-        found.matrices.agree()
     return found.apply()
 
 
@@ -112,14 +107,12 @@ def put_on(model: Any, found: "ModelTrials") -> None:
 class ModelTrials:
     """All kernel trials of a loaded model and their verdicts, which only `apply` puts into use.
 
-    lane: the kernels to use: None for those that a trial finds right and faster, "exact" or "fast" for all that are
-    right. matrices: in the lane "fast", the trials of matrix-unit products; else None. batched: whether
-    `try_batch_rows` was called.
+    lane: the kernels to use: None for those that a trial finds right and faster, "exact" or "matrix" for all of that
+    lane that are right. batched: whether `try_batch_rows` was called.
     """
 
     def __init__(self, model: Any, sites: Sequence[Site], kv_bits: Collection[int] = (), lane: str | None = None):
         self.model, self.sites, self.dtype, self.lane = model, sites, model.no_hidden().dtype, lane
-        self.matrices: ModelTrials | None = None
         self.batched = False
         for site in sites:
             site.asked = site.asked or site.format[0] in kv_bits  # type: ignore[attr-defined]
@@ -144,25 +137,15 @@ class ModelTrials:
         return found
 
     @property
-    def all_trials(self) -> list[KernelTrial]:
-        return [*self.trials, *(self.matrices.trials if self.matrices else ())]
-
-    @property
-    def all_verdicts(self) -> dict[VerdictKey, KernelVerdict]:
-        return {**self.verdicts, **(self.matrices.verdicts if self.matrices else {})}
-
-    @property
     def more_rows(self) -> set[int]:
         """The row counts above eight that have trials, none before they are added."""
         return {trial.rows for trial in self.trials if trial.rows > VERIFY_ROWS[-1]}
 
     def reject(self, key: VerdictKey, reason: str, *, remembered: bool) -> None:
-        """Mark a kernel as failed, in all contexts; `apply` then switches it off. remembered: also for later loads.
+        """Mark a kernel as failed, in all contexts; `apply` then switches it off.
 
-        Matrix-unit products are rejected in `matrices`.
+        remembered: also for later loads.
         """
-        if self.matrices and key in self.matrices.verdicts:
-            return self.matrices.reject(key, reason, remembered=remembered)
         contexts, split = [trial.key for trial in self.trials if trial.base == key], self.verdicts[key].split
         self.verdicts |= dict.fromkeys([key, *contexts], off(reason))
         if remembered:
@@ -174,7 +157,7 @@ class ModelTrials:
         On others only if findings were stored before. Then compile kernels of up to WARM_ROWS rows that are on by a
         stored time.
         """
-        known, first = self.remembered.recall(), [trial for trial in self.needed() if trial.rows <= FIRST_ROWS]
+        known, first = self.remembered.recall(), [t for t in self.needed() if t.rows <= FIRST_ROWS or t.untimed]
         self.decide(first)
         if known and not self.has_untried(first):
             end = time.monotonic() + MORE_SECONDS
@@ -215,8 +198,6 @@ class ModelTrials:
         elif not self.model.ranks or self.model.ranks.rank == 0:
             self._decide_more(stop=lambda: time.monotonic() >= end)
         self.agree()
-        if self.matrices:
-            self.matrices.agree()
         return True
 
     def try_batch_rows(self) -> bool:
@@ -233,17 +214,13 @@ class ModelTrials:
     def _decide_more(self, **how: Any) -> bool:
         """Decide on untried kernels for more than eight rows, in a lane also on those that nothing uses.
 
-        Then, in the lane "fast", on matrix-unit products of these row counts. Returns False if none of the kernels
-        of the first step were untried. how: keyword arguments of `kernel_trials.decide`.
+        Returns False if none was untried. how: keyword arguments of `kernel_trials.decide`.
         """
         more = self.more_rows
         among = self.needed() if self.lane is None else self.trials
         untried = [trial for trial in among if trial.rows in more and self.has_untried([trial])]
         if untried:
             self.decide(untried, **how)
-        if self.matrices:
-            self.apply()
-            self.matrices.try_batch_rows()
         return bool(untried)
 
     def needed(self) -> list[KernelTrial]:
@@ -258,11 +235,8 @@ class ModelTrials:
     def apply(self) -> tuple[Lines, Lines]:
         """Switch the sites by the verdicts; return the report's lines, and those of ops that may not be exact."""
         switch(self.sites, self.verdicts, self.dtype)
-        lines, sites = in_words(self.verdicts), [*self.sites]
-        if self.matrices:
-            lines += self.matrices.apply()[0]
-            sites += self.matrices.sites
-        return lines, (*rows_not_exact(sites, self.more_rows), *others_not_exact(self.model))
+        not_exact = *rows_not_exact(self.sites, self.more_rows), *others_not_exact(self.model)
+        return in_words(self.verdicts), not_exact
 
     def agree(self) -> None:
         """If the model is split over ranks, use rank 0's verdicts on all, because rows need the same bits.
@@ -325,7 +299,7 @@ def _of_shape(sites: Sequence[Site], op: str, shape: str, dtype: mx.Dtype, rows:
     more: dict[str, Any] = {
         name: [getattr(site, name) for site in sites] for name in ("alone", "truth") if hasattr(first, name)
     }
-    more |= {"bits": getattr(first, "bits", True), "kind": first.kind, "weights": len(sites) * first.weights_read}
+    more |= {"untimed": first.matrix, "kind": first.kind, "weights": len(sites) * first.weights_read}
     found = []
     for n in getattr(first, rows):
         pairs = [(partial(s.computed, split=False) if s.splits(n) else s.ours, s.stock) for s in sites]

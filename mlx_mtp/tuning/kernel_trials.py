@@ -7,26 +7,26 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from ..kernels import out_of_memory, padded
+from ..kernels import out_of_memory
 from ..kernels.contraction import is_taken, others, spelled, spelling, take
 from ..machine.progress import report_progress
 from .ab_test import DIFFERS, FAILS, KernelTrial, check, compile_kernel, failing, time_pair
 from .kernel_verdict import AS_ROWS, MARGIN, KernelVerdict, judged, off
 from .verdict_file import MLX_VERSION, RememberedVerdicts, TrialFinding, VerdictKey
 
-LANES = ("off", "exact", "fast")
+LANES = ("off", "exact", "matrix")
 VARIABLE = "MLX_MTP_KERNELS"
 BUDGET = 10.0  # seconds of trials per load, without compilation
 FIRST = {2: 0, 4: 1, 1: 2}  # order of trials by rows: cycles with one draft, with three, plain steps
 DRAWS_OF_FOLLOWING = 2  # draws of a short check: one with NaN, one with infinity
-ASKED, NOT_TRIED, TRYING = "asked for", "not tried", "Trying kernels"
+ASKED, OF_LANE, NOT_TRIED, TRYING = "asked for", "of the lane", "not tried", "Trying kernels"
 RIGHT = TrialFinding("", None)
 
 
 def requested(kernels: str | None) -> str | None:
     """Return the lane that `kernels`, or for None a non-empty MLX_MTP_KERNELS, requests; None to decide by trial.
 
-    Raises ValueError for anything but "off", "exact" and "fast".
+    Raises ValueError for anything but "off", "exact" and "matrix".
     """
     value, origin = (os.environ.get(VARIABLE) or None, VARIABLE) if kernels is None else (kernels, "kernels")
     if value is None or value in LANES:
@@ -45,12 +45,12 @@ def decide(
 ) -> dict[VerdictKey, KernelVerdict]:
     """Return a verdict for each (op, shape, rows); a wrong kernel is off, with a warning if a new trial finds it.
 
-    lane: None switches on kernels that are right and faster by MARGIN; "exact" and "fast" all that are right, without
-        timing; "off" none.
+    lane: None switches on kernels that are right and faster by MARGIN; "exact" and "matrix" all that are right,
+        without timing; "off" none.
     budget: seconds for new trials, in which compilation does not count; trials also end once `stop` returns True.
         Kernels that are not tried are off. timer, budget and stop are ignored unless lane is None.
-    remembered: stored findings, which are used and added to; in "exact" and "fast" only those of kernels that do not
-        compile or run.
+    remembered: stored findings, which are used and added to; in "exact" and "matrix" only those of kernels that do
+        not compile or run.
     By trial, of the trials that share a compiled kernel only the one with the maximum row count, then weights, is
     timed.
     """
@@ -138,10 +138,10 @@ def sharing(trials: Iterable[KernelTrial]) -> list[list[KernelTrial]]:
     """Group trials by the compiled kernel that they share, in the order of FIRST; large trials first in a group."""
     groups: dict[tuple[str, str, int], list[KernelTrial]] = {}
     for trial in trials:
-        groups.setdefault((trial.op, trial.kind or trial.shape, padded(trial.rows)), []).append(trial)
+        groups.setdefault((trial.op, trial.kind or trial.shape, trial.compiled_rows), []).append(trial)
     for group in groups.values():
         group.sort(key=lambda trial: (-trial.rows, -trial.weights))
-    return sorted(groups.values(), key=lambda group: FIRST.get(rows := padded(group[0].rows), rows))
+    return sorted(groups.values(), key=lambda group: FIRST.get(rows := group[0].compiled_rows, rows))
 
 
 class Decisions:
@@ -159,13 +159,30 @@ class Decisions:
     def judge(self, group: Sequence[KernelTrial]) -> None:
         """Add the verdicts of trials that share a kernel: the first right one is timed, the others follow it.
 
-        See `_following`; trials before the timed one are off.
+        See `_following`; trials before the timed one are off. Those that are `untimed` are on if they are right.
         """
+        if group[0].untimed:
+            return self._checked(group)
         timed: KernelTrial | None = None
         for trial in group:
             verdict = self._timed(trial) if timed is None else self._following(trial, timed)
             self.verdicts[trial.key] = replace(verdict, spelling=spelling(trial.op))
             timed = trial if timed is None and verdict.ratio is not None else timed
+
+    def _checked(self, group: Sequence[KernelTrial]) -> None:
+        """Add the verdicts of trials that share a kernel: the largest of each shape is checked, the others follow."""
+        shapes: dict[str, KernelVerdict] = {}
+        for trial in group:
+            if trial.shape not in shapes:
+                known = self._known(trial, None)
+                if known is None and (why := self._no_time(trial)):
+                    shapes[trial.shape] = off(why)
+                else:
+                    known = known or TrialFinding(check(trial) or "", None, spelling(trial.op))
+                    self.found[trial.key] = known
+                    right = KernelVerdict(True, True, reason=OF_LANE)
+                    shapes[trial.shape] = off(known.wrong) if known.wrong else right
+            self.verdicts[trial.key] = replace(shapes[trial.shape], spelling=spelling(trial.op))
 
     def _timed(self, trial: KernelTrial) -> KernelVerdict:
         base = self.verdicts[trial.base] if trial.base else None

@@ -15,9 +15,9 @@ from mlx_mtp.bench import kernels, timing
 from mlx_mtp.bench.kernels import OPS, compared, speed_table, speedup, stock_traffic, traffic, traffic_table
 from mlx_mtp.bench.kernels_cases import CASES, SMALL, block_glu
 from mlx_mtp.layers.experts import Mixture
-from mlx_mtp.layers.lm_head import BlockHead
-from mlx_mtp.layers.mla import BlockPerHead
-from mlx_mtp.layers.products import BlockGLU, BlockStack
+from mlx_mtp.layers.lm_head import OwnHead
+from mlx_mtp.layers.mla import OwnPerHead
+from mlx_mtp.layers.products import OwnGLU, OwnStack
 from mlx_mtp.tuning.ab_test import KernelTrial
 
 
@@ -45,10 +45,10 @@ def test_sites_of_block_formats_have_cases():
             found[op] = type(site)
     assert found == {
         "verify_moe": Mixture,
-        "verify_qmm": BlockStack,
-        "verify_glu": BlockGLU,
-        "verify_qmm_heads": BlockPerHead,
-        "verify_head": BlockHead,
+        "verify_qmm": OwnStack,
+        "verify_glu": OwnGLU,
+        "verify_qmm_heads": OwnPerHead,
+        "verify_head": OwnHead,
     }
     site = block_glu("q6_k", 64, 256)
     (y,) = site.stock(mx.random.normal((4, 256)))

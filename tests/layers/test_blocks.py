@@ -18,9 +18,9 @@ from mlx_mtp.kernels import BLOCK_FORMATS, quantized_blocks
 from mlx_mtp.kernels import _blocks as pieces
 from mlx_mtp.layers import blocks
 from mlx_mtp.layers.blocks import place_blocks, to_blocks
-from mlx_mtp.layers.lm_head import BlockHead, sliced
-from mlx_mtp.layers.mla import BlockPerHead
-from mlx_mtp.layers.products import GLU, BlockGLU, BlockStack
+from mlx_mtp.layers.lm_head import OwnHead, sliced
+from mlx_mtp.layers.mla import OwnPerHead
+from mlx_mtp.layers.products import GLU, OwnGLU, OwnStack
 from mlx_mtp.tuning import ab_test, kernel_sites, kernel_switch
 
 MODES = [*BLOCK_FORMATS]
@@ -143,18 +143,18 @@ def mlp(mode):
     module.gate_proj, module.up_proj = (made(nn.Linear, 256, 16, mode=mode) for _ in range(2))
     for linear in (module.gate_proj, module.up_proj):
         linear.pop("bias")
-    module.gate_proj.site = BlockStack([module.gate_proj, module.up_proj])
+    module.gate_proj.site = OwnStack([module.gate_proj, module.up_proj])
     return module
 
 
 SITES = {
-    "verify_qmm": lambda mode: BlockStack([made(nn.Linear, 256, 9, mode=mode)]),
-    "verify_glu": lambda mode: BlockGLU(mlp(mode)),
-    "verify_qmm_heads": lambda mode: BlockPerHead(made(MultiLinear, 256, 9, 2, mode=mode), heads_first=True),
-    "verify_qmm_heads, rows first": lambda mode: BlockPerHead(
+    "verify_qmm": lambda mode: OwnStack([made(nn.Linear, 256, 9, mode=mode)]),
+    "verify_glu": lambda mode: OwnGLU(mlp(mode)),
+    "verify_qmm_heads": lambda mode: OwnPerHead(made(MultiLinear, 256, 9, 2, mode=mode), heads_first=True),
+    "verify_qmm_heads, rows first": lambda mode: OwnPerHead(
         made(MultiLinear, 256, 9, 2, mode=mode), heads_first=False
     ),
-    "verify_head": lambda mode: BlockHead(made(nn.Embedding, 64, 256, mode=mode)),
+    "verify_head": lambda mode: OwnHead(made(nn.Embedding, 64, 256, mode=mode)),
 }
 
 
@@ -184,7 +184,7 @@ def test_a_head_of_fewer_rows_and_its_tokens():
     assert mx.array_equal(part.dequantized(), head.dequantized()[rows])
     assert mx.array_equal(part(x), head.as_linear(x)[:, rows])
     for module in (head, part):
-        site = BlockHead(module)
+        site = OwnHead(module)
         with emulator.emulated(emulator.Options(traffic=False)) as launches:
             tokens = site.tokens(x, fused=True)
             assert mx.array_equal(tokens, site.tokens(x, fused=False))
@@ -195,9 +195,9 @@ def test_modules_get_the_sites_of_block_formats():
     """Others would compare bits with kernels that MLX lacks, and be rejected."""
     heads = [made(MultiLinear, 256, 9, 2, mode="iq4_xs") for _ in range(2)]
     found = list(kernel_sites._per_head(SimpleNamespace(embed_q=heads[0], unembed_out=heads[1])))
-    assert [(type(site), site.heads_first) for site in found] == [(BlockPerHead, True), (BlockPerHead, False)]
+    assert [(type(site), site.heads_first) for site in found] == [(OwnPerHead, True), (OwnPerHead, False)]
     linears = [made(nn.Linear, 256, n, mode="q6_k") for n in (9, 12)]
-    assert [type(site) for site in kernel_sites._stack(linears)] == [BlockStack]
+    assert [type(site) for site in kernel_sites._stack(linears)] == [OwnStack]
     assert [linear.index for linear in linears] == [0, 1]
 
 
@@ -230,4 +230,4 @@ def test_kernels_of_one_row_make_a_row_exact():
     assert not site.has_matrices
     site.rows = frozenset(range(2, 9))
     assert kernel_switch.rows_not_exact([site]) == ("1 layers' verify_qmm at M=1",)
-    assert issubclass(BlockGLU, GLU)
+    assert issubclass(OwnGLU, GLU)
