@@ -109,7 +109,7 @@ def counted(assembly: str, trips: tuple[float, ...], weights_of_lane: float) -> 
 
     trips: by depth, how often a loop runs while a lane takes its share `weights_of_lane`.
     """
-    sums: dict[str, Counter[str]] = defaultdict(Counter)
+    sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for path, found in by_loop(assembly).items():
         for kind, n in found.items() if path else ():
             sums[path[0]][kind] += n * trips[len(path) - 1]
@@ -149,7 +149,7 @@ def of_exact() -> Instructions:
 def plain_steps(chip: str, m: int, lane: dict[str, tuple[float, ...]], model: str = "Qwen3.6-27B") -> float:
     """Return a pass of m rows after 4,096 tokens in the lane `matrix`, over one row in `exact`.
 
-    lane: instructions per weight in place of those of MATRIX_LANE.
+    lane: instructions per weight, as MATRIX_LANE.
     """
     of, on = MODELS[model], fitted_chips()[chip]
     shapes = cost.PassShape(1, cost.ALL), cost.PassShape(m, cost.ALL, lane="matrix")
