@@ -11,9 +11,10 @@ from letter_chats import LETTERS, PLAIN, REWRITING, VOCAB, answer, make_session,
 from sweep import SWEEP, paired, sampled
 
 import mlx_mtp
-from mlx_mtp.cache.file import load_prompt_cache, save_prompt_cache
+from mlx_mtp.cache.file import save_prompt_cache
 from mlx_mtp.cache.prompt_prefix import PromptPrefix
 from mlx_mtp.checkpoint.chat_template import prompt_tokens, stable_tokens
+from mlx_mtp.decoding.prompt_file import load_prompt_cache
 from mlx_mtp.demo import demo_path
 
 BOTH = ("What does os.path", ".join do?")
