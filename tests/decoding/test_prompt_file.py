@@ -1,5 +1,9 @@
 """A prompt cache's file of another lane is read again as a prompt, and one of another model is refused."""
 
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+
 import families
 import mlx.core as mx
 import pytest
@@ -10,6 +14,7 @@ from lanes import LANES, lanes_apart
 from sweep import SWEEP, sampled
 
 import mlx_mtp
+from mlx_mtp.cache.file import read_prompt_cache
 from mlx_mtp.cache.prompt_prefix import PromptPrefix
 
 PROMPT = [1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2]
@@ -116,6 +121,18 @@ def test_only_files_of_the_lane_exact_are_for_earlier_versions(models, tmp_path)
         "matrix": (4, "matrix"),
     }
     assert found["exact"]["model"] == found["matrix"]["model"]
+
+
+@pytest.mark.parametrize("others", [*itertools.product((True, False), repeat=2)])
+def test_all_ranks_read_again_if_one_does(models, tmp_path, monkeypatch, others):
+    model = models[True]
+    own = {"rank": 0, "size": 3, "file": Path, "combined": str, "gather_values": lambda value: [value, *others]}
+    monkeypatch.setattr(model.runtime, "ranks", SimpleNamespace(**own))
+    with lanes_apart(model):
+        mlx_mtp.save_prompt_cache(tmp_path / "cache", mlx_mtp.make_prompt_cache(model))
+        assert read_prompt_cache(tmp_path / "cache", model)[1] == all(others)
+        model.runtime.lane = "matrix"
+        assert not read_prompt_cache(tmp_path / "cache", model)[1]
 
 
 def test_a_prompt_is_read_again_in_chunks(models, tmp_path, monkeypatch):
