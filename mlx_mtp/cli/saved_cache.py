@@ -68,7 +68,7 @@ def saved_cache(model: Any, flags: dict[str, Any]) -> Any:
 def _read_again(model: Any, cache: Any, flags: dict[str, Any]) -> None:
     """Prefill the tokens of a cache whose file is of another lane, with a notice and progress."""
     from ..decoding.options import default_chunk
-    from ..decoding.prompt_file import prefill_again
+    from ..decoding.prompt_file import read_in_lane
     from .progress import PromptProgress, shows_progress
 
     file, lane, n = flags["prompt_cache_file"], model.runtime.lane, len(cache.tokens)
@@ -76,4 +76,4 @@ def _read_again(model: Any, cache: Any, flags: dict[str, Any]) -> None:
         click.echo(f"{file} was made in another lane than {lane}: its {n} tokens are read again.", err=True)
     chunk = flags["prefill_step_size"] or default_chunk(model)
     with PromptProgress(shown=shows_progress(quiet=flags["quiet"]), chunk=chunk) as progress:
-        prefill_again(model, cache, chunk, check_memory=not flags["ignore_memory"], progress=progress)
+        read_in_lane(model, cache, chunk, check_memory=not flags["ignore_memory"], progress=progress)

@@ -29,12 +29,12 @@ def load_prompt_cache(
     check_values({"prefill_step_size": prefill_step_size})
     cache, fits = read_prompt_cache(file, model, check_memory=check_memory)
     if not fits:
-        prefill_again(model, cache, prefill_step_size or default_chunk(model), check_memory=check_memory)
+        read_in_lane(model, cache, prefill_step_size or default_chunk(model), check_memory=check_memory)
     return cache
 
 
 @in_turn()
-def prefill_again(
+def read_in_lane(
     model: Target,
     cache: PromptCache,
     chunk: int,

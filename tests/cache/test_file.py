@@ -164,6 +164,7 @@ def test_damage_anywhere_is_refused(model, saved, data):
         (lambda s: s.update(primed=10**6), "damaged"),
         (lambda s: s.update(quantizing={"start": 1}), "damaged"),
         (lambda s: s.update(quantizing=False), "damaged"),
+        (lambda s: s.update(quantized={"start": 1, "bits": 4}), "damaged"),
         (lambda s: s.update(quantizing={"start": 1, "bits": "4", "group_size": 32}), "damaged"),
         (lambda s: s.update(reach="x"), "damaged"),
         (lambda s: s["layers"][0].update(start=-1), "damaged"),
