@@ -134,7 +134,7 @@ def test_attention_is_tried_over_caches_of_every_format(window, monkeypatch, qui
         ours, stock = tried.pairs[0]
         with emulator.emulated(emulator.Options(traffic=False)) as launches:
             assert ab_test.check(tried) is None
-            wrong = replace(tried, pairs=[(lambda x, ours=ours: [1.1 * ours(x)[0]], stock)], bits=False)
+            wrong = replace(tried, pairs=[(lambda x, ours=ours: [1.1 * ours(x)[0]], stock)])
             assert "errs by" in ab_test.check(wrong)
         assert {launch.kernel for launch in launches} == {"verify_attention", "attention_merge"}
 
