@@ -88,7 +88,7 @@ def _kinds() -> Iterator[list[float]]:
 
 @functools.cache
 def probe_sums() -> np.ndarray:
-    """Return sums [n, 17] (a[8], b[8], c) that tell candidates apart, n a multiple of 8.
+    """Return sums [n, 17] (a[8], b[8], c) whose results differ between candidates, n a multiple of 8.
 
     The first 36 have 2^30 and -2^30 at each pair of places and ones elsewhere. Every sum is exact in float64.
     """

@@ -37,12 +37,12 @@ def test_the_probe_reads_the_order_of_the_emulator(order, fused):
 
 def test_no_two_arithmetics_have_the_same_sums():
     for dtype in TYPES:
-        told = [how for how in CANDIDATES if how.fused or dtype == mx.float32]
-        for one, other in itertools.combinations(told, 2):
+        distinct = [how for how in CANDIDATES if how.fused or dtype == mx.float32]
+        for one, other in itertools.combinations(distinct, 2):
             assert not np.array_equal(expected(one, dtype), expected(other, dtype)), (one, other)
 
 
-def test_the_first_sums_tell_the_orders_apart():
+def test_the_first_sums_differ_between_orders():
     """36 sums are enough for the orders, also in a report on an arithmetic that has no name."""
     signatures = {tuple(expected(MatrixOrder(name, True, "nearest"), mx.bfloat16)[:36]) for name in ORDERS}
     assert len(signatures) == len(ORDERS)
