@@ -132,7 +132,11 @@ class Device:
                 (time, "perf_counter", self.clock),
                 (time, "monotonic", self.clock),
                 (gated_delta, "gated_delta_kernel", one_state),
-                (kernel_switch, "place", lambda model: [StandIn(self, site).site for site in place(model)]),
+                (
+                    kernel_switch,
+                    "place",
+                    lambda model, **lane: [StandIn(self, site).site for site in place(model, **lane)],
+                ),
             ):
                 stack.enter_context(mock.patch.object(owner, name, stand_in))
             yield

@@ -2,8 +2,8 @@
 
 A threadgroup keeps the n greatest logits of its tile of the vocabulary, of equal ones the lowest index, and a second
 launch merges the tiles. Logits have the bits of `verify_qmm` and `verify_gemv`, in the lane `matrix` those of
-`matrix_qmm` and `matrix_gemv`. A NaN is never chosen, as in Metal's argmax (a CPU's takes the first one). If nothing
-is greater than -infinity, the token is 0.
+`matrix_qmm` and `matrix_gemv`. A NaN is never chosen, as in the argmax on Metal (a CPU takes the first one). If
+nothing is greater than -infinity, the token is 0.
 """
 
 from typing import Any
