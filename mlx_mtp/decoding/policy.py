@@ -1,9 +1,6 @@
 """Create a generation's control of draft lengths and its replay of recorded cycles, and store measured costs."""
 
-from typing import Any
-
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from ..cache.arrays import rereads
 from ..cache.prompt_cache import PromptCache
@@ -11,9 +8,8 @@ from ..cache.ring import MAX_ROWS
 from ..grammar import Matcher
 from ..layers.experts import expert_counts
 from ..layers.target import Target
-from ..machine.remembered import digest
 from ..tuning.controller import Controller
-from ..tuning.cost_file import RememberedCosts
+from ..tuning.cost_file import RememberedCosts, shapes_of
 from ..tuning.costs import Costs, Growth, dense, mixture
 from ..tuning.plan import Fixed
 from ..tuning.replay_choice import CompileChoice
@@ -73,12 +69,6 @@ class Learned:
         if replayed not in self.costs:
             self.costs[replayed] = self.remembered[replayed].recall()
         return self.costs[replayed]
-
-
-def shapes_of(model: Target) -> str:
-    """Return a fingerprint of the names and shapes of a model's parameters."""
-    arrays: Any = tree_flatten(model.parameters())
-    return digest(f"{name} {array.shape}" for name, array in arrays)
 
 
 def kernels_of(model: Target) -> tuple[str, ...]:

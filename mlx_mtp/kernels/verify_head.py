@@ -35,7 +35,7 @@ MOST_TOP = 64
 DENSE_ROWS = 16  # rows whose sums a thread keeps for unquantized weights; quantized ones need more sums per row
 LOGITS = 4096  # maximum logits in a threadgroup's memory
 SIMDGROUPS = 8  # per threadgroup
-UNREAD = (mx.uint32, 0, 0), (mx.uint32, 0), (mx.float32, 0.0)  # the Noise where nothing is drawn
+UNREAD: tuple[Any, ...] = (mx.uint32, 0, 0), (mx.uint32, 0), (mx.float32, 0.0)  # the Noise where nothing is drawn
 LEAST_COLUMNS = 8  # MLX passes a smaller bias in constant memory
 
 
