@@ -144,7 +144,11 @@ class Device:
                 (time, "perf_counter", self.clock),
                 (time, "monotonic", self.clock),
                 (gated_delta, "gated_delta_kernel", one_state),
-                (kernel_switch, "place", lambda model: [StandIn(self, site).site for site in place(model)]),
+                (
+                    kernel_switch,
+                    "place",
+                    lambda model, **lane: [StandIn(self, site).site for site in place(model, **lane)],
+                ),
                 (lane_costs, "in_matrix", self.in_matrix),
                 (lane_sites, "in_matrix", self.in_matrix),
                 *((module, "matrix_orders", lambda: {"float32": FORWARD}) for module in (lane, lane_sites)),

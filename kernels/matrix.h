@@ -250,15 +250,17 @@ template <typename U, typename T, int ROWS>
 METAL_FUNC void unit_sums(
     const device T* x, const thread int (&rows)[ROWS], int begin, int K, int simd, int lane, threadgroup float* sums) {
   for (int unit = simd * 4 + lane / SIDE; unit < 32 * BLOCK / U::VALUES; unit += 4 * SLICES) {
+    const int first = begin + unit * U::VALUES;
     UNROLL
     for (int m = 0; m < ROWS; m++) {
       float sum = 0.0f;
-      UNROLL
-      for (int part = 0; part < U::VALUES; part += U::PART) {
+      if (first < K) { // affine rows end with a unit
         UNROLL
-        for (int i = 0; i < U::RUN; i++) {
-          const int k = begin + unit * U::VALUES + part + lane % SIDE * U::RUN + i;
-          sum += k < K ? float(x[rows[m] + k]) : 0.0f;
+        for (int part = 0; part < U::VALUES; part += U::PART) {
+          UNROLL
+          for (int i = 0; i < U::RUN; i++) {
+            sum += float(x[rows[m] + first + part + lane % SIDE * U::RUN + i]);
+          }
         }
       }
       UNROLL

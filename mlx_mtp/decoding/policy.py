@@ -49,7 +49,7 @@ def forced_drafts(cache: PromptCache, *, plain: bool, asked: int | None) -> int:
 class Learned:
     """The measured costs of a model's cycles on this machine, of built (key False) and of replayed cycles (True).
 
-    kernels: the report's lines of the kernels that are on; other kernels have other costs.
+    kernels: of `kernels_of`: a lane and the kernels that are on, because other kernels have other costs.
     growth: how the cost of a cycle grows with its drafts.
     together, together_replayed: the costs of built and replayed cycles of several sequences, by their number.
     """
@@ -72,8 +72,8 @@ class Learned:
 
 
 def kernels_of(model: Target) -> tuple[str, ...]:
-    """Return the report's lines of the kernels that are on; () without a report."""
-    return model.runtime.report.kernels if model.runtime.report else ()
+    """Return the lane, and the report's lines of the kernels that are on, if there is a report."""
+    return model.runtime.lane, *(model.runtime.report.kernels if model.runtime.report else ())
 
 
 def learned(model: Target) -> Learned:

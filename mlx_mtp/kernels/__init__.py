@@ -17,7 +17,7 @@ from .delta_inputs import DeltaInputs, Gates, delta_inputs, delta_inputs_ref
 from .gated_delta_verify import gated_delta_verify, gated_delta_verify_ref
 from .gated_norm import gated_norm, gated_norm_ref
 from .mamba2_verify import mamba2_verify, mamba2_verify_ref
-from .matrix_order import MatrixOrder, matrix_orders, matrix_sums, metal_sum
+from .matrix_order import MatrixOrder, matrix_orders, metal_sum
 from .matrix_products import matrix_gemv, matrix_glu, matrix_heads, matrix_qmm
 from .norm_rope import RopeArguments, norm_rope, norm_rope_ref
 from .verify_attention import attention_served, attention_splits, verify_attention, verify_attention_ref

@@ -32,7 +32,7 @@ class Quantized:
 
     w: [N, K * bits / 32] uint32. scales, biases: [N, K / group_size], but scales of block formats are the uint16
     words [N, words] of `_blocks.py`; biases is None except in affine formats. ends: the end of each linear along N.
-    bias: [N] or None, added to the rounded product by `verify_qmm`, `verify_glu` and `verify_qmm_mma` only.
+    bias: [N] or None, added to the rounded product by `verify_qmm`, `verify_glu` and `matrix_qmm` only.
     """
 
     w: mx.array

@@ -22,8 +22,8 @@ MAX_ROW_STEPS = 10  # plain steps per row above which a cycle was disturbed, as 
 class RememberedCosts:
     """The cost file of one model on one machine, device and environment, with these versions of MLX and mlx_mtp.
 
-    model: a fingerprint of the model, its heads and their quantization. kernels: the setting of the kernels, which
-    change the cost of a row.
+    model: a fingerprint of the model, its heads and their quantization. kernels: the lane and the kernels that are
+    on, which change the cost of a row.
     """
 
     def __init__(self, model: str, kernels: str):

@@ -137,7 +137,8 @@ class ModelTrials:
         self.trials: list[KernelTrial] = []
         self.verdicts: dict[VerdictKey, KernelVerdict] = {}
         self._add(trials(sites, self.dtype))
-        self.remembered = RememberedVerdicts(digest(f"{len(trial.pairs)} {trial.key}" for trial in self.trials))
+        keys = (f"{len(trial.pairs)} {trial.key}" for trial in self.trials)
+        self.remembered = RememberedVerdicts(digest([model.runtime.lane, *keys]))
 
     @classmethod
     def of_sites(cls, model: Any, sites: Sequence[Site]) -> "ModelTrials":

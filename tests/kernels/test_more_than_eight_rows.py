@@ -3,7 +3,6 @@
 All of it is long; some of these numbers of rows are in the tests of each kernel.
 """
 
-import importlib
 import itertools
 
 import mlx.core as mx
@@ -25,7 +24,6 @@ from mlx_mtp.kernels import (
     verify_head_top,
     verify_moe,
     verify_qmm,
-    verify_qmm_mma,
 )
 
 pytestmark = linux_only
@@ -117,17 +115,3 @@ def test_heads(m, dtype, quantized):
     assert tokens.tolist() == order.tolist()
     assert np.array_equal(values, mx.take_along_axis(logits, order, axis=-1).astype(mx.float32))
     assert product["w"].reread == (2.0 if quantized and m > 12 else 1.0)
-
-
-@sweep
-@cases
-@pytest.mark.parametrize("tall", [0, 2048])
-def test_products_by_matrices(monkeypatch, m, dtype, tall):
-    """A row has the bits that it has alone; weights are requested once. Other tests compare the error."""
-    monkeypatch.setattr(importlib.import_module("mlx_mtp.kernels.verify_qmm_mma"), "TALL", tall)
-    x, weights = draw("affine", 4, 32, (45, 672), m, dtype)
-    (y,), (traffic,) = traffic_of(verify_qmm_mma, x, weights)
-    with emulator.emulated(QUIET):
-        alone = [verify_qmm_mma(x[i : i + 1], weights)[0] for i in range(m)]
-    assert same_bits(y, mx.concatenate(alone))
-    assert [traffic[name].reread for name in ("w", "scales", "biases")] == [1.0] * 3

@@ -194,7 +194,7 @@ def test_a_head_of_fewer_rows_and_its_tokens():
 def test_modules_get_the_sites_of_block_formats():
     """Others would compare bits with kernels that MLX lacks, and be rejected."""
     heads = [made(MultiLinear, 256, 9, 2, mode="iq4_xs") for _ in range(2)]
-    found = list(kernel_sites._per_head(SimpleNamespace(embed_q=heads[0], unembed_out=heads[1])))
+    found = list(kernel_sites._per_head(SimpleNamespace(embed_q=heads[0], unembed_out=heads[1]), matrix=False))
     assert [(type(site), site.heads_first) for site in found] == [(OwnPerHead, True), (OwnPerHead, False)]
     linears = [made(nn.Linear, 256, n, mode="q6_k") for n in (9, 12)]
     assert [type(site) for site in kernel_sites._stack(linears)] == [OwnStack]
@@ -227,7 +227,6 @@ def test_a_refused_kernel_is_a_reason(monkeypatch):
 def test_kernels_of_one_row_make_a_row_exact():
     site = SITES["verify_qmm"]("q6_k")
     assert 1 in site.candidates
-    assert not site.has_matrices
     site.rows = frozenset(range(2, 9))
     assert kernel_switch.rows_not_exact([site]) == ("1 layers' verify_qmm at M=1",)
     assert issubclass(OwnGLU, GLU)

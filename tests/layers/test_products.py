@@ -13,8 +13,8 @@ from sweep import paired
 
 from mlx_mtp import emulator
 from mlx_mtp.emulator import stock
-from mlx_mtp.layers.products import GLU, Dense, Matrices, Stack, VerifyLinear
-from mlx_mtp.tuning import kernel_sites, kernel_switch
+from mlx_mtp.layers.products import Dense, Stack, VerifyLinear
+from mlx_mtp.tuning import kernel_sites
 
 pytestmark = linux_only
 
@@ -141,17 +141,3 @@ def test_dense_linears(bias):
         y = linear(x)
     assert [launch.kernel for launch in launches] == ["verify_gemv"]
     assert same_bits(y[0], stock.gemv(x[0], linear.weight, linear.get("bias"))[0])
-
-
-def test_matrices_replace_exact_products_if_they_are_on():
-    modules = linears(8, 8)
-    stack, glu = stacked(modules), GLU(SimpleNamespace(gate_proj=modules[0], up_proj=modules[1]))
-    glu.rows, matrices = frozenset({3, 6}), Matrices(stack)
-    matrices.rows = frozenset({6})
-    few, many = mx.random.normal((1, 3, 64)), mx.random.normal((1, 6, 64))
-    with emulator.emulated() as launches:
-        mx.eval([m(x) for x in (few, many) for m in modules])
-    assert [launch.kernel for launch in launches] == ["verify_qmm", "verify_qmm_mma"]
-    assert glu.serves(few)
-    assert not glu.serves(many)
-    assert kernel_switch.rows_not_exact([matrices]) == ("1 layers' verify_qmm_mma at M=6",)

@@ -12,7 +12,8 @@ from mlx_mtp.bench import kernels_cases
 from mlx_mtp.decoding import logit_rules
 from mlx_mtp.decoding.logit_rules import LogitRules
 from mlx_mtp.decoding.sampling import Sampling
-from mlx_mtp.kernels import choose_rows, matrix_sums, verify_head_top
+from mlx_mtp.kernels import choose_rows, verify_head_top
+from mlx_mtp.kernels.matrix_order import matrix_sums
 from mlx_mtp.layers.experts import Mixture
 from mlx_mtp.layers.products import Dense
 
@@ -49,7 +50,10 @@ def head(quantized):
 CALLS = {
     "verify_qmm": lambda: called(SMALL["verify_qmm"]()),
     "verify_qmm_heads": lambda: called(SMALL["verify_qmm_heads"]()),
-    "verify_qmm_mma": lambda: called(SMALL["verify_qmm_mma"]()),
+    "matrix_qmm": lambda: called(SMALL["matrix_qmm"]()),
+    "matrix_glu": lambda: called(SMALL["matrix_glu"]()),
+    "matrix_heads": lambda: called(SMALL["matrix_heads"]()),
+    "matrix_head verify_head_merge": lambda: called(SMALL["matrix_head"]()),
     "verify_glu": lambda: called(SMALL["verify_glu"]()),
     "verify_gemv": lambda: called(SMALL["verify_gemv"]()),
     "verify_dot": lambda: called(Dense(nn.Linear(1024, 1, bias=False))),

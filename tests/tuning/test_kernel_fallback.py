@@ -29,7 +29,9 @@ def checkpoint(tmp_path_factory):
 def supported_sites(monkeypatch, quick_trials, own_cache):
     """Restrict sites to those that the stand-in supports, with one draw and an empty cache directory."""
     place = kernel_switch.place
-    monkeypatch.setattr(kernel_switch, "place", lambda model: [s for s in place(model) if s.op in SITES])
+    monkeypatch.setattr(
+        kernel_switch, "place", lambda model, **lane: [s for s in place(model, **lane) if s.op in SITES]
+    )
 
 
 @pytest.fixture
@@ -50,7 +52,9 @@ def on(model, op):
 def test_a_kernel_that_fails_in_its_trial_is_off_and_in_the_next_load(checkpoint, supported_sites, monkeypatch, how):
     place = kernel_switch.place
     two = ("add_norm", "verify_gemv")
-    monkeypatch.setattr(kernel_switch, "place", lambda model: [site for site in place(model) if site.op in two])
+    monkeypatch.setattr(
+        kernel_switch, "place", lambda model, **lane: [s for s in place(model, **lane) if s.op in two]
+    )
     want = text(mlx_mtp.load_model(checkpoint), num_draft_tokens=3)
 
     def refuses(op, template):

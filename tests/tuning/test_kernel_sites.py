@@ -131,10 +131,11 @@ def test_attention_is_tried_over_caches_of_every_format(window, monkeypatch, qui
     assert ops[:8] == ["verify_attention"] * 8  # quantized caches come last
     for site in sampled([quantized[0] if window else plain], (plain, *quantized)):
         tried = next(t for t in kernel_switch.trials([site], mx.float16) if t.rows == 3)
-        ours, stock = tried.pairs[0]
+        (ours, stock), alone = tried.pairs[0], tried.alone[0]
         with emulator.emulated(emulator.Options(traffic=False)) as launches:
             assert ab_test.check(tried) is None
-            wrong = replace(tried, pairs=[(lambda x, ours=ours: [1.1 * ours(x)[0]], stock)], bits=False)
+            scaled = [lambda x, op=op: [1.1 * op(x)[0]] for op in (ours, alone)]
+            wrong = replace(tried, pairs=[(scaled[0], stock)], alone=scaled[1:])
             assert "errs by" in ab_test.check(wrong)
         assert {launch.kernel for launch in launches} == {"verify_attention", "attention_merge"}
 

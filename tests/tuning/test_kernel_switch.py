@@ -25,7 +25,7 @@ import mlx_mtp
 from mlx_mtp import emulator
 from mlx_mtp.cache.kinds import make_cache
 from mlx_mtp.kernels import _source
-from mlx_mtp.layers.products import GLU, Dense, Matrices, Stack, VerifyRouter
+from mlx_mtp.layers.products import GLU, Dense, Stack, VerifyRouter
 from mlx_mtp.tuning import ab_test, kernel_switch
 from mlx_mtp.tuning.kernel_trials import KernelVerdict
 
@@ -49,7 +49,9 @@ def only_products(monkeypatch):
     """Restrict sites to products; other trials have their own tests and are slow in the emulator."""
     place = kernel_switch.place
     monkeypatch.setattr(
-        kernel_switch, "place", lambda model: [s for s in place(model) if isinstance(s, Stack | GLU | Dense)]
+        kernel_switch,
+        "place",
+        lambda model, **lane: [s for s in place(model, **lane) if isinstance(s, Stack | GLU | Dense)],
     )
 
 
@@ -283,24 +285,35 @@ def test_kernels_of_other_cache_formats_are_tried_once_one_is_used(checkpoint, m
     assert trials.has_untried(trials.needed())
 
 
-@pytest.mark.parametrize("lane", ["exact", "fast"])
-def test_matrices_are_timed_in_the_fast_lane_only(checkpoint, monkeypatch, lane):
+MATRIX_OPS = {"matrix_qmm", "matrix_glu", "matrix_head"}
+
+
+@pytest.mark.parametrize("lane", [None, "exact", "matrix"])
+def test_dense_products_are_those_of_the_lane(checkpoint, monkeypatch, lane):
+    """Experts have the kernels of the exact lane in both."""
     decided = []
 
-    def decide(trials, *, lane, remembered):
+    def decide(trials, *, lane, **_):
         decided.append((lane, {trial.op for trial in trials}))
         return {trial.key: KernelVerdict(True, True, reason="asked for") for trial in trials}
 
     monkeypatch.setattr(kernel_switch, "decide", decide)
+    model = load(checkpoint)
     with emulator.emulated():
-        kernel_switch.switch_on(load(checkpoint), lane)
-    assert decided[0][0] == lane
-    assert "verify_qmm_mma" not in decided[0][1]
-    assert decided[1:] == ([(None, {"verify_qmm_mma"})] if lane == "fast" else [])
+        kernel_switch.switch_on(model, lane)
+    assert {asked for asked, _ in decided} == {lane}
+    ops = set().union(*(found for _, found in decided))
+    assert {op for op in ops if op.startswith("matrix_")} == (MATRIX_OPS if lane == "matrix" else set())
+    assert {"verify_qmm", "verify_glu", "verify_head"} & ops == (
+        set() if lane == "matrix" else {"verify_qmm", "verify_glu", "verify_head"}
+    )
+    assert "verify_moe" in ops
+    assert model.runtime.lane == ("matrix" if lane == "matrix" else "exact")
 
 
-def test_row_counts_of_batches_are_tried_on_request(checkpoint, monkeypatch):
-    """Matrix-unit products too; a load neither tries nor compiles these kernels."""
+@pytest.mark.parametrize("lane", ["exact", "matrix"])
+def test_row_counts_of_batches_are_tried_on_request(checkpoint, monkeypatch, lane):
+    """A load neither tries nor compiles these kernels."""
     decided = []
 
     def decide(trials, *, lane, remembered):
@@ -310,15 +323,14 @@ def test_row_counts_of_batches_are_tried_on_request(checkpoint, monkeypatch):
     monkeypatch.setattr(kernel_switch, "decide", decide)
     model = load(checkpoint)
     with emulator.emulated():
-        kernel_switch.switch_on(model, "fast")
-    assert decided == [("fast", set(range(1, 9))), (None, {5, 6, 7, 8})]
+        kernel_switch.switch_on(model, lane)
+    assert decided == [(lane, set(range(1, 9)))]
     attention, mlp, block = model.layers[0].self_attn, model.layers[0].mlp, model.layers[3].mlp
     sites = [attention.q_proj.site, mlp.glu, block.mixture, model.lm_head.choice, model.layers[0].middle]
-    sites.append(Matrices(attention.q_proj.site))
     assert all(max(site.rows) == 8 for site in sites)
     kernel_switch.switch_on_for_batches(model)
     kernel_switch.switch_on_for_batches(model)
-    assert decided[2:] == [("fast", set(range(9, 17))), (None, set(range(9, 17)))]
+    assert decided[1:] == [(lane, set(range(9, 17)))]
     assert all(site.rows >= set(range(10, 17)) and 9 not in site.rows for site in sites)
     assert max(attention.attention.rows) == 16  # the drafts of one sequence may be more than seven
     assert any("M=9 off (asked for), M=10-16 on" in line for line in model.report.kernels)

@@ -50,7 +50,7 @@ def test_a_kernel_is_on_if_right_and_faster(ratio, on, words):
     assert one.key == ("double", SHAPE, 3)
 
 
-@pytest.mark.parametrize("lane", ["exact", "fast"])
+@pytest.mark.parametrize("lane", ["exact", "matrix"])
 def test_requested_kernels_are_on_if_right_and_not_timed(lane):
     trials = [trial(), trial(off_by_one_bit(), rows=2)]
     with pytest.warns(UserWarning, match="stays off"):
@@ -288,7 +288,7 @@ def test_a_difference_is_measured_despite_other_work_on_the_machine(monkeypatch)
 # The user's request, and the report.
 
 
-@pytest.mark.parametrize("lane", ["off", "exact", "fast"])
+@pytest.mark.parametrize("lane", ["off", "exact", "matrix"])
 def test_requested(monkeypatch, lane):
     monkeypatch.delenv(VARIABLE, raising=False)
     assert requested(None) is None
@@ -300,13 +300,13 @@ def test_requested(monkeypatch, lane):
     assert requested("off") == "off"
     monkeypatch.setenv(VARIABLE, "Exact")
     assert requested(lane) == lane
-    with pytest.raises(ValueError, match=r"^MLX_MTP_KERNELS=Exact: allowed are off, exact, fast$"):
+    with pytest.raises(ValueError, match=r"^MLX_MTP_KERNELS=Exact: allowed are off, exact, matrix$"):
         requested(None)
 
 
 @pytest.mark.parametrize("value", ["", "on", "OFF", True, 1])
 def test_invalid_requests(value):
-    with pytest.raises(ValueError, match=f"^kernels={value}: allowed are off, exact, fast$"):
+    with pytest.raises(ValueError, match=f"^kernels={value}: allowed are off, exact, matrix$"):
         requested(value)
 
 

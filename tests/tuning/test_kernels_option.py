@@ -76,7 +76,7 @@ def test_lazy_weights_are_not_read_for_a_trial(asked):
 ASKED = [
     ("generate", [], {}, None),
     ("generate", ["--kernels", "off", "--report"], {"MLX_MTP_KERNELS": "exact"}, "off"),
-    ("chat", ["--kernels", "fast"], {}, "fast"),
+    ("chat", ["--kernels", "matrix"], {}, "matrix"),
     ("chat", [], {"MLX_MTP_KERNELS": "exact"}, "exact"),
 ]
 
@@ -92,18 +92,18 @@ def test_the_flag_and_the_variable(asked, command, arguments, env, lane):
 def test_mistakes_are_found_before_anything_is_loaded(unread):
     for arguments, env, message in (
         (["--kernels", "on"], {}, "'--kernels': 'on' is not one of"),
-        ([], {"MLX_MTP_KERNELS": "on"}, "error: MLX_MTP_KERNELS=on: allowed are off, exact, fast"),
+        ([], {"MLX_MTP_KERNELS": "on"}, "error: MLX_MTP_KERNELS=on: allowed are off, exact, matrix"),
     ):
         result = invoke("generate", *arguments, **env)
         assert (result.exit_code, message in result.output) == (2, True), result.output
     for load in (mlx_mtp.load, mlx_mtp.load_model):
-        with pytest.raises(ValueError, match=r"^kernels=on: allowed are off, exact, fast$"):
+        with pytest.raises(ValueError, match=r"^kernels=on: allowed are off, exact, matrix$"):
             load("/no/such/place", kernels="on")
 
 
 def test_help_names_the_option():
     for command in ("generate", "chat"):
-        assert "--kernels [off|exact|fast]" in invoke(command, "--help").output
+        assert "--kernels [off|exact|matrix]" in invoke(command, "--help").output
 
 
 @pytest.mark.skipif(_source.on_metal(), reason="expects no Metal GPU")

@@ -13,6 +13,7 @@ from quantized_models import STEP, quantized
 import mlx_mtp
 from mlx_mtp.bench import verify
 from mlx_mtp.decoding.control import MOST_ON_GPU, Controls
+from mlx_mtp.kernels._matrix import FORWARD
 from mlx_mtp.layers.kernel_site import TOGETHER_ROWS
 from mlx_mtp.tuning import kernel_switch
 from mlx_mtp.tuning.kernel_switch import switch_on_for_batches, switch_on_for_drafts
@@ -48,6 +49,7 @@ def load(checkpoint, decided, monkeypatch):
     def loaded(lane):
         model = mlx_mtp.load_model(checkpoint, lazy=True, kernels="off")
         monkeypatch.setattr(kernel_switch, "on_metal", lambda: True)
+        monkeypatch.setattr(kernel_switch, "matrix_orders", lambda: {"float32": FORWARD})
         kernel_switch.switch_on(model, lane)
         return model
 
@@ -58,7 +60,7 @@ def rows_of(model) -> set[int]:
     return set().union(*(site.rows for site in model.runtime.sites))
 
 
-@pytest.mark.parametrize("lane", ["exact", "fast"])
+@pytest.mark.parametrize("lane", ["exact", "matrix"])
 def test_in_a_lane_an_answer_decides_on_them_once(load, decided, lane):
     model = load(lane)
     before, found = len(decided), model.runtime.trials
@@ -69,12 +71,12 @@ def test_in_a_lane_an_answer_decides_on_them_once(load, decided, lane):
     for _ in range(2):
         switch_on_for_drafts(model, 8)
     switch_on_for_batches(model)
-    assert [rows for rows, _ in decided[before:]] == [MORE] * (2 if lane == "fast" else 1)
+    assert [rows for rows, _ in decided[before:]] == [MORE]
     asked = [site for site in model.runtime.sites if site.asked]
-    assert {site.op for site in asked} >= {"verify_qmm", "verify_attention", "norm_rope", "verify_head", "verify_moe"}
+    products = {"verify_qmm", "verify_head"} if lane == "exact" else {"matrix_qmm", "matrix_head"}
+    assert {site.op for site in asked} >= {*products, "verify_attention", "norm_rope", "verify_moe"}
     assert all(site.rows >= MORE for site in asked)
-    if lane == "exact":  # products by matrices are not
-        assert found.apply()[1] == lines
+    assert found.apply()[1] == lines
 
 
 @pytest.mark.parametrize("earlier", [True, False])

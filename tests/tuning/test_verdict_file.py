@@ -93,7 +93,7 @@ def test_the_next_load_makes_the_remaining_trials():
     assert len(RememberedVerdicts("m").recall()) == 2
 
 
-@pytest.mark.parametrize("lane", ["off", "exact", "fast"])
+@pytest.mark.parametrize("lane", ["off", "exact", "matrix"])
 def test_requested_kernels_are_not_stored(directory, lane):
     decide(trials(), lane=lane, timer=never, remembered=RememberedVerdicts("m"))
     assert not directory.exists()
