@@ -40,7 +40,7 @@ from mlx_mtp.bench.roofline.ops import distinct
 from mlx_mtp.kernels._matrix import FORWARD
 from mlx_mtp.layers import gated_delta
 from mlx_mtp.layers.kernel_site import Site
-from mlx_mtp.tuning import kernel_switch, lane, lane_costs, lane_sites
+from mlx_mtp.tuning import kernel_switch, lane_costs, lane_sites
 from mlx_mtp.tuning.kernel_switch import FIRST_ROWS
 from mlx_mtp.tuning.lane_sites import in_matrix
 
@@ -151,7 +151,7 @@ class Device:
                 ),
                 (lane_costs, "in_matrix", self.in_matrix),
                 (lane_sites, "in_matrix", self.in_matrix),
-                *((module, "matrix_orders", lambda: {"float32": FORWARD}) for module in (lane, lane_sites)),
+                (lane_sites, "matrix_orders", lambda: {"float32": FORWARD}),
             ):
                 stack.enter_context(mock.patch.object(owner, name, stand_in))
             yield

@@ -5,14 +5,14 @@ the cycle's host time cost the same in both and are left out, so the gain of the
 the loss of a single row: a lane may be chosen that gains less than MARGIN, none that loses more than SLOWER.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..kernels import has_twin, matrix_orders, out_of_memory, take_order
+from ..kernels import has_twin, out_of_memory
 from ..layers.kernel_site import Site
 from ..layers.with_heads import default_draft_tokens
 from ..machine.remembered import RememberedFile
@@ -20,13 +20,12 @@ from .cost_file import backend, learned_counts, shapes_of
 from .costs import PRIOR_ACCEPTANCE, accepted_shares
 from .kernel_verdict import MARGIN
 from .lane_costs import PassCosts, measured
-from .lane_sites import EXACT, MATRIX
+from .lane_sites import EXACT, MATRIX, take_machine_order
 from .verdict_file import kernel_facts
 
 SLOWER = 1.02  # maximum cost of a row in the lane "matrix", in rows of the lane "exact"
 TILED = 4  # rows from which on the lane "matrix" has tiles of 8 and 16 rows
 AT_ONCE = {"block": 0.75}  # share of accepted drafts, without counts, of drafters that make all drafts in one pass
-Measure = Callable[[Any, Sequence[Site], Sequence[int]], PassCosts]
 
 
 class LaneChoice(NamedTuple):
@@ -103,7 +102,7 @@ def _seconds(costs: PassCosts, lane: str, m: int) -> float:
     return float(np.interp(m, [*rows], [*rows.values()]))
 
 
-def chosen_lane(model: Any, sites: Sequence[Site], measure: Measure = measured) -> LaneChoice:
+def chosen_lane(model: Any, sites: Sequence[Site]) -> LaneChoice:
     """Return the lane of a model that was loaded without asking for one; the same on all ranks.
 
     It is "exact" without drafts or products; otherwise it is read from the file of an earlier load, or measured, on
@@ -112,7 +111,7 @@ def chosen_lane(model: Any, sites: Sequence[Site], measure: Measure = measured) 
     if not default_draft_tokens(model):
         return LaneChoice(EXACT, "nothing drafts")
     ranks = model.ranks
-    own = _recalled_or_measured(model, sites, measure) if not ranks or ranks.rank == 0 else None
+    own = _recalled_or_measured(model, sites) if not ranks or ranks.rank == 0 else None
     return LaneChoice(*(ranks.broadcast(own) if ranks else own))
 
 
@@ -134,12 +133,12 @@ def _file_of(model: Any) -> tuple[Drafting, RememberedFile]:
     return drafting, RememberedFile("lanes", facts, "the choice of a lane cannot be kept for the next load")
 
 
-def _recalled_or_measured(model: Any, sites: Sequence[Site], measure: Measure) -> LaneChoice:
+def _recalled_or_measured(model: Any, sites: Sequence[Site]) -> LaneChoice:
     drafting, file = _file_of(model)
     kept = file.recall()
     if kept.get("lane") in (EXACT, MATRIX) and isinstance(kept.get("reason"), str):
         return LaneChoice(kept["lane"], kept["reason"])
-    take_order(matrix_orders()["float32"])
-    choice = better_lane(measure(model, sites, rows_to_measure(drafting.most)), drafting)
+    take_machine_order()
+    choice = better_lane(measured(model, sites, rows_to_measure(drafting.most)), drafting)
     file.keep(**choice._asdict())
     return choice

@@ -14,6 +14,7 @@ from .ab_test import TimedOp, WrongKernel, chain_times, outputs_of
 from .lane_sites import EXACT, MATRIX, in_matrix
 
 INTERPOLATED = 2  # rows that are not timed in the lane "matrix", to compile fewer kernels
+FEW = 0.05  # share of all quantized weights of products below which those of a format are not timed
 BUDGET = 3.0  # seconds of a load, without compilation
 Seconds = dict[str, dict[int, float]]  # by lane and number of rows
 Timer = Callable[[Sequence[Site], Sequence[int], mx.Dtype, float], Seconds]
@@ -29,8 +30,8 @@ class PassCosts(NamedTuple):
 def measured(model: Any, sites: Sequence[Site], rows: Sequence[int], timer: Timer | None = None) -> PassCosts:
     """Return a model's costs. sites: those of the lane "exact", off. timer: replaces `op_seconds`, for tests.
 
-    Of the products by quantized weights of one format only the shape with the most weights is timed, because each
-    timed shape is compiled for both lanes; the others cost as much per weight.
+    Each timed shape is compiled for both lanes, so of the products by quantized weights of one format only that with
+    the most weights is timed; the others, and formats of few weights, cost as much per weight.
     """
     head = getattr(model.unembedding(), "choice", None)
     groups = _groups(_of_a_pass(sites, head))
@@ -92,6 +93,10 @@ def _groups(sites: Sequence[Site]) -> list[list[list[Site]]]:
         form = site.kind.partition(",")[0]  # without how a GPU's lanes share a row of weights
         group = form if isinstance(site, Stack | GLU | LMHeadSite) else (site.op, site.kind or site.shape)
         groups.setdefault(group, {}).setdefault((site.op, site.shape), []).append(site)
+    weights = {form: sum(map(_weights, groups[form].values())) for form in groups if isinstance(form, str)}
+    few = [form for form in weights if weights[form] < FEW * sum(weights.values())]
+    for form in few:
+        groups[max(weights, key=weights.__getitem__)] |= groups.pop(form)
     return [[*shapes.values()] for shapes in groups.values()]
 
 

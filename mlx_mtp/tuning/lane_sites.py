@@ -36,9 +36,15 @@ def become(site: Site, other: Site) -> None:
     site.__class__, site.__dict__ = type(other), {**vars(other)}
 
 
+def take_machine_order() -> None:
+    """Let twins add products in the order of this machine's matrices; without Metal nothing changes."""
+    if orders := matrix_orders():
+        take_order(orders["float32"])
+
+
 def enter_matrix(model: Any, sites: Sequence[Site]) -> list[tuple[Site, Site]]:
     """Turn a model's sites, off, into those of the lane "matrix"; return what `leave_matrix` needs."""
-    take_order(matrix_orders()["float32"])
+    take_machine_order()
     model.runtime.lane, changed = MATRIX, [(site, own) for site in sites if (own := in_matrix(site))]
     before = [(site, copy.copy(site)) for site, _ in changed]
     for site, own in changed:

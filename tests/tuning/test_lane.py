@@ -16,7 +16,7 @@ from mlx_mtp.kernels.matrix_order import MatrixOrder
 from mlx_mtp.layers.kernel_site import VERIFY_ROWS
 from mlx_mtp.layers.products import VerifyRouter
 from mlx_mtp.layers.runtime import Runtime
-from mlx_mtp.tuning import ab_test, kernel_switch, lane, lane_costs, lane_sites, verdict_file
+from mlx_mtp.tuning import ab_test, kernel_switch, lane, lane_costs, verdict_file
 from mlx_mtp.tuning.ab_test import FAILS
 from mlx_mtp.tuning.cost_file import RememberedCosts, shapes_of
 from mlx_mtp.tuning.costs import Costs
@@ -56,8 +56,6 @@ def model(checkpoint, own_cache):
 @pytest.fixture
 def on_metal(monkeypatch):
     monkeypatch.setattr(kernel_switch, "on_metal", lambda: True)
-    for module in (lane, lane_sites):
-        monkeypatch.setattr(module, "matrix_orders", lambda: {"float32": _matrix.FORWARD})
 
 
 @pytest.fixture
@@ -220,7 +218,6 @@ def measures(monkeypatch, on_metal):
         return costs(dict.fromkeys(EXACT_COSTS, 1.0) | {2: 3.0, 4: 5.0}, dict.fromkeys(MATRIX_COSTS, 1.0))
 
     monkeypatch.setattr(lane, "measured", measure)
-    monkeypatch.setattr(chosen_lane, "__defaults__", (measure,))
     return found
 
 
@@ -293,7 +290,7 @@ def test_ranks_use_the_choice_of_rank_0(stub, measures, rank):
     assert (sent is None) == bool(rank)
 
 
-def test_sites_change_their_lane_and_back(model, on_metal):
+def test_sites_change_their_lane_and_back(model):
     """No weights are copied; routers, experts, attention and norms stay."""
     sites = kernel_switch.place(model)
     arrays = [id(s.stacked.w) for s in sites if s.op == "verify_qmm"]
