@@ -184,7 +184,7 @@ class ModelTrials:
             end = time.monotonic() + MORE_SECONDS
             self.try_rest(lambda: time.monotonic() > end)
         for trial in self.needed():
-            decided = known.get(trial.key, RIGHT) != RIGHT or (trial.untimed and trial.key in known)
+            decided = known.get(trial.key, RIGHT) != RIGHT or (known and trial.untimed)
             if decided and trial.rows <= WARM_ROWS and (verdict := self.verdicts[trial.key]).on:
                 compile_kernel(trial.chosen(verdict.split))
 
