@@ -16,11 +16,12 @@ from ..kernels import has_twin, out_of_memory
 from ..layers.kernel_site import Site
 from ..layers.with_heads import default_draft_tokens
 from ..machine.remembered import RememberedFile
+from .ab_test import failing
 from .cost_file import backend, learned_counts, shapes_of
 from .costs import PRIOR_ACCEPTANCE, accepted_shares
 from .kernel_verdict import MARGIN
 from .lane_costs import PassCosts, measured
-from .lane_sites import EXACT, MATRIX, take_machine_order
+from .lane_sites import EXACT, MATRIX, in_matrix, take_machine_order
 from .verdict_file import kernel_facts
 
 SLOWER = 1.02  # maximum cost of a row in the lane "matrix", in rows of the lane "exact"
@@ -75,8 +76,8 @@ def better_lane(costs: PassCosts, drafting: Drafting) -> LaneChoice:
     It is "exact", too, if a single row costs more than SLOWER of one there.
     """
     plain, row = costs.rows[EXACT][1], costs.rows[MATRIX][1]
-    if not np.isfinite([*costs.rows[MATRIX].values()]).all():
-        return LaneChoice(EXACT, "a kernel of the lane matrix does not run")
+    if not all(np.isfinite([*rows.values()]).all() for rows in costs.rows.values()):
+        return LaneChoice(EXACT, "an op does not run in both lanes")
     if row > SLOWER * plain:
         why = "" if has_twin() else "; this GPU adds in an unknown order, so few rows need matrices"
         return LaneChoice(EXACT, f"a row costs {row / plain:.2f} plain steps in the lane matrix{why}")
@@ -110,9 +111,11 @@ def chosen_lane(model: Any, sites: Sequence[Site]) -> LaneChoice:
     """
     if not default_draft_tokens(model):
         return LaneChoice(EXACT, "nothing drafts")
-    ranks = model.ranks
-    own = _recalled_or_measured(model, sites) if not ranks or ranks.rank == 0 else None
-    return LaneChoice(*(ranks.broadcast(own) if ranks else own))
+    if not any(map(in_matrix, sites)):
+        return LaneChoice(EXACT, "no product has a kernel")
+    if not model.ranks:
+        return _recalled_or_measured(model, sites)
+    return LaneChoice(*model.ranks.broadcast(None if model.ranks.rank else _recalled_or_measured(model, sites)))
 
 
 def without_matrix(model: Any, wrong: str, *, remembered: bool) -> LaneChoice:
@@ -134,11 +137,15 @@ def _file_of(model: Any) -> tuple[Drafting, RememberedFile]:
 
 
 def _recalled_or_measured(model: Any, sites: Sequence[Site]) -> LaneChoice:
+    """Return the stored lane, or the better one, which is then stored; "exact" without storing it if timing fails."""
     drafting, file = _file_of(model)
     kept = file.recall()
     if kept.get("lane") in (EXACT, MATRIX) and isinstance(kept.get("reason"), str):
         return LaneChoice(kept["lane"], kept["reason"])
-    take_machine_order()
-    choice = better_lane(measured(model, sites, rows_to_measure(drafting.most)), drafting)
+    try:
+        take_machine_order()
+        choice = better_lane(measured(model, sites, rows_to_measure(drafting.most)), drafting)
+    except Exception as e:  # as if memory is short; the next load measures again
+        return LaneChoice(EXACT, f"timing both lanes {failing(e)}")
     file.keep(**choice._asdict())
     return choice

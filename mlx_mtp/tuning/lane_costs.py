@@ -110,7 +110,7 @@ def op_seconds(same: Sequence[Site], rows: Sequence[int], dtype: mx.Dtype, budge
     sides: list[tuple[str, int, Sequence[TimedOp], mx.array]] = []
     for m in rows:
         x = mx.random.normal((m, same[0].width), dtype, key=mx.random.key(m))
-        here: list[tuple[str, list[TimedOp]]] = [(EXACT, [site.stock for site in same])]
+        here: list[tuple[str, Sequence[TimedOp]]] = [(EXACT, [site.stock for site in same])]
         here += [(EXACT, [site.ours for site in same])] if m in same[0].every_count else []
         here += [(MATRIX, [site.ours for site in matrices])] if matrices and m != INTERPOLATED else []
         sides += [(lane, m, ops, x) for lane, ops in here if _runs(ops[0], x)]

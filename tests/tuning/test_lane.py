@@ -5,6 +5,7 @@ import warnings
 from types import SimpleNamespace
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 import tiny
 from metal_cases import linux_only
@@ -14,7 +15,7 @@ import mlx_mtp
 from mlx_mtp.kernels import _matrix
 from mlx_mtp.kernels.matrix_order import MatrixOrder
 from mlx_mtp.layers.kernel_site import VERIFY_ROWS
-from mlx_mtp.layers.products import VerifyRouter
+from mlx_mtp.layers.products import Dense, VerifyRouter
 from mlx_mtp.layers.runtime import Runtime
 from mlx_mtp.tuning import ab_test, kernel_switch, lane, lane_costs, verdict_file
 from mlx_mtp.tuning.ab_test import FAILS
@@ -27,6 +28,7 @@ from mlx_mtp.tuning.lane_sites import enter_matrix, in_matrix, leave_matrix
 
 pytestmark = linux_only
 CONFIG = {**tiny.CONFIG, **STEP, "quantization": {"group_size": 32, "bits": 4}}
+PRODUCTS = [Dense(nn.Linear(8, 8))]
 ON = KernelVerdict(True, True, reason="asked for")
 MATRICES = {"verify_qmm": "matrix_qmm", "verify_glu": "matrix_glu", "verify_head": "matrix_head"}
 EXACT_COSTS = {1: 1.0, 2: 1.1, 4: 1.6, 8: 2.9, 16: 5.4}
@@ -80,6 +82,7 @@ RULE = {
         costs(matrix={m: c / 1.01 for m, c in EXACT_COSTS.items()}), drafting(0.8), "exact", "matrix is no faster"
     ),
     "a kernel that fails": (costs(matrix={**MATRIX_COSTS, 8: math.inf}), drafting(0.8), "exact", "does not run"),
+    "an op that fails": (costs({**EXACT_COSTS, 1: math.inf}), drafting(0.8), "exact", "does not run"),
 }  # fmt: skip
 
 
@@ -222,8 +225,8 @@ def measures(monkeypatch, on_metal):
 
 
 def test_a_choice_is_stored(stub, measures):
-    first = chosen_lane(stub, [])
-    assert first == chosen_lane(stub, [])
+    first = chosen_lane(stub, PRODUCTS)
+    assert first == chosen_lane(stub, PRODUCTS)
     assert first.lane == "matrix"
     assert measures == [rows_to_measure(3)]
 
@@ -240,24 +243,24 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_another_model_drafter_version_or_machine_decides_anew(stub, measures, monkeypatch, change):
-    chosen_lane(stub, [])
+    chosen_lane(stub, PRODUCTS)
     CHANGES[change](stub, monkeypatch)
-    chosen_lane(stub, [])
-    chosen_lane(stub, [])
+    chosen_lane(stub, PRODUCTS)
+    chosen_lane(stub, PRODUCTS)
     assert len(measures) == 2
 
 
 def test_a_damaged_file_decides_anew(stub, measures, own_cache):
-    chosen_lane(stub, [])
+    chosen_lane(stub, PRODUCTS)
     (file,) = (own_cache / "lanes").iterdir()
     file.write_text(file.read_text().replace('"matrix"', '"fast"'))
-    assert chosen_lane(stub, []).lane == "matrix"
+    assert chosen_lane(stub, PRODUCTS).lane == "matrix"
     assert len(measures) == 2
 
 
 def test_without_drafts_the_lane_is_exact(stub, measures):
     stub.mtp, stub.max_draft_tokens = [], 0
-    assert chosen_lane(stub, []) == ("exact", "nothing drafts")
+    assert chosen_lane(stub, PRODUCTS) == ("exact", "nothing drafts")
     assert not measures
 
 
@@ -275,6 +278,20 @@ def test_learned_acceptance_counts(stub, own_cache):
     assert Drafting.of(stub, shapes_of(stub)) == ("block", 3, [0.75] * 3)
 
 
+def test_without_products_the_lane_is_exact(stub, measures):
+    assert chosen_lane(stub, [Op()]) == ("exact", "no product has a kernel")
+    assert not measures
+
+
+def test_a_failure_is_not_stored(stub, measures, monkeypatch, own_cache):
+    monkeypatch.setattr(lane, "measured", lambda *_: 1 / 0)
+    assert chosen_lane(stub, PRODUCTS) == (
+        "exact",
+        "timing both lanes fails with ZeroDivisionError: division by zero",
+    )
+    assert not [*own_cache.glob("lanes/*")]
+
+
 class Ranks(SimpleNamespace):
     def broadcast(self, value):
         self.sent.append(value)
@@ -284,7 +301,7 @@ class Ranks(SimpleNamespace):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_use_the_choice_of_rank_0(stub, measures, rank):
     stub.ranks = Ranks(rank=rank, sent=[])
-    assert chosen_lane(stub, []) == LaneChoice("matrix", "of rank 0")
+    assert chosen_lane(stub, PRODUCTS) == LaneChoice("matrix", "of rank 0")
     assert len(measures) == 1 - rank
     (sent,) = stub.ranks.sent
     assert (sent is None) == bool(rank)
@@ -368,4 +385,4 @@ def test_a_product_found_wrong_later_is_stored(model, measures, monkeypatch):
     found.reject(trial.key, "fails with no such function", remembered=False)
     kernel_switch.put_on(model, found)
     assert model.runtime.lane == "matrix"
-    assert chosen_lane(model, []).reason.startswith("matrix is wrong: matrix_qmm")
+    assert chosen_lane(model, PRODUCTS).reason.startswith("matrix is wrong: matrix_qmm")
