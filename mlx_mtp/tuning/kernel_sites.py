@@ -188,7 +188,7 @@ def _latent(module: Any, chosen: int | None = None) -> Iterator[Site]:
         yield module.placing
 
 
-def _per_head(attention: Any, matrix: bool) -> Iterator[Site]:
+def _per_head(attention: Any, matrix: bool = False) -> Iterator[Site]:
     """Add sites to the quantized per-head products of an attention, one at a time, and yield each.
 
     In memory, the outputs for queries have the head axis first, those for values the row axis.
