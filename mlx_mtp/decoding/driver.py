@@ -178,9 +178,9 @@ class Driver:
         try:
             if refused:
                 raise refused
-            if ahead is None and not seating.defers and last.active and not seating.stopping:
+            if ahead is None and not seating.defers and last.active:
                 self._begin(last)
-            elif ahead and not seating.stopping:
+            elif ahead:
                 self._submit(last, with_forced(seating, last, ahead))
         except TROUBLE as e:
             self._take(e)
