@@ -105,5 +105,5 @@ def test_a_stop_ends_a_generation(tiny_models, monkeypatch, options, at, cycles)
     assert shown == text[: len(shown)]
     assert cache.tokens == (prompt + shown)[:-1]
     ranks.stopping = False
-    rest = mlx_mtp.generate_step(shown[-1:], model, max_tokens=5, prompt_cache=cache, **options)
+    rest = mlx_mtp.generate_step(shown[-1:], model, max_tokens=5, **how)
     assert [token for token, *_ in rest] == text[len(shown) :][:5]
