@@ -89,14 +89,10 @@ def test_a_stop_ends_a_generation(tiny_models, monkeypatch, options, at, cycles)
     model, prompt, n = tiny_models(0)[0], [1, 2, 3, 0, 1, 2, 3, 0, 1], 30
     text = [token for token, *_ in mlx_mtp.generate_step(prompt, model, max_tokens=n, num_draft_tokens=0)]
     monkeypatch.setattr(model.runtime, "ranks", ranks := Ranks(mx.distributed.init()))
-    cache, stats, shown, options = (
-        mlx_mtp.make_prompt_cache(model),
-        mlx_mtp.Stats(),
-        [],
-        {**options, "adaptive": False},
-    )
+    cache, stats, shown = mlx_mtp.make_prompt_cache(model), mlx_mtp.Stats(), []
+    how = {**options, "adaptive": False, "prompt_cache": cache, "stats": stats}
     ranks.stopping, before = not at, 0
-    for token, *_ in mlx_mtp.generate_step(prompt, model, max_tokens=n, prompt_cache=cache, stats=stats, **options):
+    for token, *_ in mlx_mtp.generate_step(prompt, model, max_tokens=n, **how):
         shown.append(token)
         if len(shown) == at:
             ranks.stopping, before = True, stats.cycles
