@@ -64,6 +64,7 @@ def read(plan: Plan, verified: int, counts: list[tuple[int, int]], prefilled: in
     """Return a cycle that was read, with the (accepted drafts, limit) of each sequence."""
     flight = Flight([None] * len(counts), plan, prefilled=prefilled)
     flight.run, flight.kept = SimpleNamespace(size=1 + verified), [Accepted(*each) for each in counts]
+    flight.context = 0
     return flight
 
 
