@@ -5,12 +5,13 @@ import itertools
 import families
 import mlx.core as mx
 import pytest
-from oracle import Spy
+from oracle import Oracle, Spy
 from plans import Listed, Script, follow
 from subjects import PLANS, PROMPT, assert_same_rows, quantizable_model, steps, subjects, text_of
 from sweep import sampled, sweep
 
 import mlx_mtp
+from mlx_mtp.cache.prompt_cache import PromptCache
 from mlx_mtp.decoding.stats import Stats
 from mlx_mtp.tuning.plan import Plan
 
@@ -104,6 +105,37 @@ def test_plans_are_cut_short_before_quantizing(quantizable, monkeypatch, plan):
         assert_adds_up(stats, control)
         assert all(c.plan == Plan() or c.plan.k for c in control.cycles)
         assert not any(c.context < start <= c.context + c.plan.k for c in control.cycles)
+
+
+def test_caches_are_quantized_at_their_position(quantizable, monkeypatch):
+    """With drafts that are all accepted. Only cycles before which that position may have been reached are built late."""
+    model, _ = quantizable
+    found, real, late = [], PromptCache.quantize_at, []
+
+    def quantize_at(cache, position):
+        due = cache.quantizing
+        real(cache, position)
+        if due and not cache.quantizing:
+            found.append(position - due.start)
+
+    monkeypatch.setattr(PromptCache, "quantize_at", quantize_at)
+    options = {"max_tokens": 24, "prompt_lookup": False, "draft_p_min": 0.0, "adaptive": False}
+    truth = PROMPT + text_of(model, PROMPT, 0, **options)
+    monkeypatch.setattr(model, "drafter", Oracle(model, truth, set()))
+    for start in range(len(PROMPT) + 8, len(PROMPT) + 12):
+        text_of(
+            model,
+            PROMPT,
+            3,
+            stats=(stats := Stats()),
+            kv_bits=8,
+            kv_group_size=32,
+            quantized_kv_start=start,
+            **options,
+        )
+        late.append(stats.built_late["quantizing the caches"])
+    assert found == [0] * 4
+    assert late == [1, 2, 2, 2]  # without and with a shorter cycle before
 
 
 def assert_adds_up(stats: Stats, control) -> None:
