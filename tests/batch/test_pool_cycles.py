@@ -130,7 +130,7 @@ def test_a_refused_kernel_costs_no_prefill(model, monkeypatch):
     assert not again
 
 
-@pytest.mark.parametrize("limit", [-1, 1, 2, 3, 9])
+@pytest.mark.parametrize("limit", [-1, 0, 1, 2, 3, 9])
 def test_a_sequence_that_will_quantize_its_caches_decodes_alone(tiny_models, limit):
     """Positions offset to offset + limit - 1 are read in its cycles; the caches are quantized before position 8."""
     model, _ = tiny_models(0, head_dim=32)

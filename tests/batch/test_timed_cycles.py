@@ -1,10 +1,12 @@
 """A cycle's seconds are observed unless other work was computed meanwhile; a late one's are without the caller's."""
 
+import grammars
 import pytest
 import stateful
 from oracle_drafts import OracleDrafts
 
 import mlx_mtp
+from mlx_mtp import grammar
 from mlx_mtp.decoding import build
 from mlx_mtp.decoding.clock import Clock
 from mlx_mtp.tuning.kernel_fallback import GraphFailed
@@ -18,9 +20,10 @@ def arrived(monkeypatch):
     """Record (other work was computed, built late) of each cycle that was read."""
     found, real = [], Clock.arrived
 
-    def arrive(clock, *args, late):
+    def arrive(clock, waited, built, following, *, late):
+        assert 0 < built < 1000 > (following or 0)  # seconds, not a clock's time
         found.append((clock.hidden, late))
-        return real(clock, *args, late=late)
+        return real(clock, waited, built, following, late=late)
 
     monkeypatch.setattr(Clock, "arrived", arrive)
     return found
@@ -71,8 +74,30 @@ def test_cycles_that_are_built_late(tiny_models, arrived):
         assert [late for _, late in arrived] == expected
 
 
+def test_cycles_that_are_built_again_with_drafts_of_a_grammar(tiny_models, arrived):
+    """They are built late too."""
+    made = grammar.regex("((a|b)abcabc){9}", tokenizer=grammars.letters())
+    stats, options = mlx_mtp.Stats(), {"num_draft_tokens": 1, "adaptive": False, "max_tokens": 14}
+    list(mlx_mtp.generate_step([1, 2, 3], tiny_models(2)[0], grammar=made, stats=stats, **options))
+    assert stats.grammar_accepted > 0
+    assert all(late for _, late in arrived)
+
+
+def test_cycles_between_the_chunks_of_a_prompt(tiny_models, arrived):
+    """Of a sequence that is decoded meanwhile."""
+    batch = mlx_mtp.BatchGenerator(tiny_models(0)[0], num_draft_tokens=0, prefill_step_size=2)
+    batch.insert([[1, 2]], [20])
+    for _ in range(4):
+        batch.next()
+    arrived.clear()
+    batch.insert([[1, 2, 3, 4, 1, 2, 3]], [5])
+    for _ in range(4):
+        batch.next()
+    assert arrived == [(hidden, False) for hidden in (False, True, True, True)]
+
+
 def test_the_cycle_after_an_error_of_a_pool(tiny_models, monkeypatch, arrived):
-    """And those in which other prompts were prefilled."""
+    """And the first one. Both are built late."""
     real, calls, batch = build.start, [], mlx_mtp.BatchGenerator(tiny_models(0)[0], num_draft_tokens=0)
 
     def failing(*args):
@@ -85,4 +110,4 @@ def test_the_cycle_after_an_error_of_a_pool(tiny_models, monkeypatch, arrived):
     monkeypatch.setattr("mlx_mtp.tuning.kernel_fallback.Fallback.take", lambda *_: None)
     batch.insert([PROMPT[:2], [1, 2]], [9, 9])
     read_all(batch)
-    assert [hidden for hidden, _ in arrived] == [n in (0, 5) for n in range(8)]
+    assert arrived == [(n in (0, 5),) * 2 for n in range(8)]

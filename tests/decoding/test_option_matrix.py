@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import time
 
 import mlx.core as mx
 import pytest
@@ -87,8 +88,9 @@ class Subjects:
         return [token for token, _, _ in mlx_mtp.generate_step(PROMPT, model, stats=stats, **options)]
 
     def assert_same(self, case: dict) -> Stats:
-        stats = Stats()
-        assert self.text(case, stats) == self.plain(case["kv_bits"], case["sampling"]), case
+        expected, stats, tic = self.plain(case["kv_bits"], case["sampling"]), Stats(), time.perf_counter()
+        assert self.text(case, stats) == expected, case
+        assert 0 < stats.wait_time <= stats.decode_time <= time.perf_counter() - tic
         assert_adds_up(stats, case)
         return stats
 

@@ -108,7 +108,7 @@ def test_plans_are_cut_short_before_quantizing(quantizable, monkeypatch, plan):
 
 
 def test_caches_are_quantized_at_their_position(quantizable, monkeypatch):
-    """With drafts that are all accepted. Only cycles before which that position may have been reached are built late."""
+    """With drafts that are all accepted. Only a cycle before which that position may be reached is built late."""
     model, _ = quantizable
     found, real, late = [], PromptCache.quantize_at, []
 
