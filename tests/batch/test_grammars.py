@@ -1,13 +1,11 @@
 """In a batch each sequence has the text that it has alone, with a grammar or without."""
 
 import itertools
-import random
 import time
 
 import grammars
 import mlx.core as mx
 import pytest
-from schedules import Whims
 from sweep import sampled
 
 import mlx_mtp
@@ -67,22 +65,6 @@ def test_each_sequence_has_the_text_that_it_has_alone(tiny_models, replay, k, sa
     assert stats[1].grammar_drafted == 0
     # Cycles whose drafts p_min cuts are not recorded, and these answers may have no other kind twice.
     assert not replay or p_min or any(each.compiled_cycles for each in stats)
-
-
-@pytest.mark.parametrize("seed", sampled([0, 1], range(20)))
-def test_random_plans_in_a_pool(tiny_models, monkeypatch, seed):
-    """Cycles are built again with drafts of grammars before and after pauses of the heads."""
-    model, _ = tiny_models(2)
-    whims = Whims(random.Random(seed), 3)
-    monkeypatch.setattr("mlx_mtp.decoding.control.Controls.control", lambda *_: whims)
-    expected = [alone(model, prompt, pattern, 40) for prompt, pattern in zip(PROMPTS, PATTERNS, strict=True)]
-    batch, stats = (
-        mlx_mtp.BatchGenerator(model, max_tokens=40, num_draft_tokens=3),
-        [mlx_mtp.Stats() for _ in PROMPTS],
-    )
-    batch.insert(PROMPTS, grammars=[made(pattern) for pattern in PATTERNS], stats=stats)
-    assert tokens_of(drain(batch, {})) == expected
-    assert stats[0].grammar_accepted > 0 < stats[1].drafted[0]
 
 
 def test_caches_are_at_rest_at_the_end(tiny_models):
