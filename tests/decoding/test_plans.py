@@ -70,6 +70,7 @@ def test_heads_draft_after_a_pause_as_without_it(subject, monkeypatch, by, idle)
     follow(monkeypatch, control)
     text = text_of(s.model, PROMPT, 3, max_tokens=len(plans) + min(len(plans), 16) + 8, prefill_step_size=7)
     caught_up = [c.prefilled for c in control.cycles if c.prefilled]
+    assert caught_up == [n for n, c in zip(control.pending, control.cycles, strict=False) if c.prefilled]
     assert caught_up[0] == len(PROMPT) - 1
     assert min(caught_up[1:]) >= min(idle, 24)  # the windows reach no further
     s.assert_drafts(spy, PROMPT + text, least=4, most=12)
