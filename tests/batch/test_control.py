@@ -45,7 +45,8 @@ def test_drafts_follow_the_costs_of_the_number_of_sequences(known):
     estimate = again.control(5, 3).costs
     assert estimate.counts["heads"]
     assert (estimate.pace, estimate.plain_first) == (None, 3)
-    assert sorted(known) == [2, 5, 8]
+    assert again.control(7, 3).plan().k == 0
+    assert sorted(known) == [2, 5, 7, 8]
 
 
 def test_a_fixed_number_of_drafts_is_not_learned(known):
@@ -59,7 +60,8 @@ def test_the_outcome_of_several_sequences():
     cycle = outcome(read(Plan(k=2), 2, [(2, 2), (0, 2), (1, 1)], 7), 0.5)
     assert (cycle.accepted, cycle.verified, cycle.seconds, cycle.prefilled) == (1.0, 2, 0.5, 7)
     assert cycle.depths == ((2 / 3, 1.0), (1 / 3, 1 / 3))
-    assert outcome(read(PLAIN, 0, [(0, 0)], 0), None).depths == ()
+    for plan, counts in ((PLAIN, (0, 0)), (Plan(k=2), (1, 2))):
+        assert outcome(read(plan, plan.k, [counts], 0), None).depths == ()
 
 
 @pytest.mark.parametrize(

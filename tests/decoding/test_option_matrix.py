@@ -85,7 +85,10 @@ class Subjects:
         }
         model = self.models[options.pop("draft_vocab")]
         del options["sampling"]
-        return [token for token, _, _ in mlx_mtp.generate_step(PROMPT, model, stats=stats, **options)]
+        tokens, _, drafted = zip(*mlx_mtp.generate_step(PROMPT, model, stats=stats, **options), strict=True)
+        assert drafted.count(False) - 1 in (stats.cycles, stats.cycles - 1)  # the last cycle may have been cut
+        assert not drafted[0]
+        return [*tokens]
 
     def assert_same(self, case: dict) -> Stats:
         expected, stats, tic = self.plain(case["kv_bits"], case["sampling"]), Stats(), time.perf_counter()

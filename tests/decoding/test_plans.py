@@ -76,6 +76,14 @@ def test_heads_draft_after_a_pause_as_without_it(subject, monkeypatch, by, idle)
     s.assert_drafts(spy, PROMPT + text, least=4, most=12)
 
 
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_heads_read_a_prompt_if_they_will_draft(subject, k):
+    s = subject("qwen3_next")
+    cache = mlx_mtp.make_prompt_cache(s.model)
+    text_of(s.model, PROMPT, k, prompt_cache=cache, max_tokens=0, prompt_lookup=False)
+    assert cache.primed == (len(PROMPT) - 1 if k else 0)
+
+
 @pytest.fixture(scope="module")
 def quantizable(tiny_models):
     return quantizable_model(tiny_models)
