@@ -63,17 +63,17 @@ def test_the_next_cycle_runs_when_tokens_are_returned(model, monkeypatch):
         assert (len(starts), len(reads)) == (n, n - 1)
 
 
-def test_bytes_of_the_caches(model):
+def test_bytes_of_the_caches(model, monkeypatch):
     """Of a lone sequence, and of a pool, which has no more slots than sequences."""
     batch = batch_of(model, [20])
     (first,) = batch.next()[1]
     batch.next()
     cache = batch.extract_cache([first.uid])[first.uid][0]
     assert batch.prompt_cache_nbytes == cache.nbytes
-    batch = batch_of(model, [20, 20])
+    moves, batch = counted(monkeypatch, Pool, "regroup"), batch_of(model, [20, 20])
     batch.next()
     batch.next()
-    (pool,) = (d.seating.pool for d in batch._drivers)
+    ((pool, *_),) = moves
     assert {part.shape[0] for c in pool.layers for part in c.parts} == {2}
     assert batch.prompt_cache_nbytes == pool.nbytes > 0
 

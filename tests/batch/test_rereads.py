@@ -11,7 +11,7 @@ PROMPT, DRAFTS, ENDS = [3, 4, 5, 6, 7, 8, 3, 4, 5], 4, [13, 7, 3, 20, 22]
 
 @pytest.mark.parametrize("replay", [False, True])
 def test_a_sequence_that_ends_within_accepted_drafts_costs_no_pass(monkeypatch, replay, recorded_at_once, own_cache):
-    """Also beside a free slot of a recorded cycle."""
+    """Also in a recorded cycle with a free slot."""
     model, read = stateful.loaded("mamba"), []
     text = [token for token, *_ in mlx_mtp.generate_step(PROMPT, model, max_tokens=30, num_draft_tokens=0)]
     monkeypatch.setattr(model, "drafter", OracleDrafts(model, PROMPT + text, set()))

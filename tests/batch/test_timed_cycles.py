@@ -56,7 +56,7 @@ def test_a_cycle_after_rows_that_are_read_again(monkeypatch, arrived, sequences)
     assert all(late for _, late in arrived[1:])
 
 
-def test_cycles_beside_other_jobs(tiny_models, arrived):
+def test_cycles_between_those_of_other_jobs(tiny_models, arrived):
     """Those that end while `Stats.crowded` is set."""
     stats = mlx_mtp.Stats()
     for n, _ in enumerate(
