@@ -74,10 +74,12 @@ def test_cycles_that_are_built_late(tiny_models, arrived):
         assert [late for _, late in arrived] == expected
 
 
-def test_cycles_that_are_built_again_with_drafts_of_a_grammar(tiny_models, arrived):
-    """They are built late too."""
+@pytest.mark.parametrize("processors", [[], [lambda tokens, logits: logits]])
+def test_cycles_that_are_built_again_with_drafts_of_a_grammar(tiny_models, arrived, processors):
+    """They are built late too; those that are built late have drafts of the grammar as well."""
     made = grammar.regex("((a|b)abcabc){9}", tokenizer=grammars.letters())
     stats, options = mlx_mtp.Stats(), {"num_draft_tokens": 1, "adaptive": False, "max_tokens": 14}
+    options["logits_processors"] = processors
     list(mlx_mtp.generate_step([1, 2, 3], tiny_models(2)[0], grammar=made, stats=stats, **options))
     assert stats.grammar_accepted > 0
     assert all(late for _, late in arrived)
