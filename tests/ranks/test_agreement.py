@@ -86,7 +86,7 @@ SAME = {"num_draft_tokens": 3, "logits_processors": [lambda tokens, logits: logi
 )
 def test_a_stop_ends_a_generation(tiny_models, monkeypatch, options, at, cycles):
     """Once the tokens of the cycle that all ranks submitted last were yielded; the cache continues from there."""
-    model, prompt, n = tiny_models(0)[0], [1, 2, 3, 0, 1, 2, 3, 0, 1], 30
+    model, prompt, n = tiny_models(0)[0], [1, 2, 3, 0, 1, 2, 3, 0, 1], 24
     text = [token for token, *_ in mlx_mtp.generate_step(prompt, model, max_tokens=n, num_draft_tokens=0)]
     monkeypatch.setattr(model.runtime, "ranks", ranks := Ranks(mx.distributed.init()))
     cache, stats, shown = mlx_mtp.make_prompt_cache(model), mlx_mtp.Stats(), []
