@@ -74,6 +74,18 @@ struct Unit {
     }
   }
 
+  // Weights i and RUN + i. Two e2m1 codes, which lie 16 bits apart or are moved there, are decoded as one half2.
+  static METAL_FUNC float2 pair(const thread uint* words, int i) {
+    if constexpr (KIND == CODED && BITS == 4) {
+      const uint w = RUN == 4 ? words[0] : (words[0] & 0xff) | (words[0] & 0xff00) << 8;
+      const uint magnitudes = (i < 3 ? w << (9 - 4 * i) % 16 : w >> 3) & 0x0e000e00;
+      const half2 values = as_type<half2>(magnitudes | (w << (12 - 4 * i) & 0x80008000)) * half2(half(16384));
+      return float2(values);
+    } else {
+      return float2(weight(words, i), weight(words, RUN + i));
+    }
+  }
+
   // A group's scale and bias.
   static METAL_FUNC float2 scale(const device S* scales, const device S* biases, int group) {
     if constexpr (KIND == PLAIN) {
@@ -185,8 +197,9 @@ METAL_FUNC void matrix_products(const thread Tile<T, S>& tile, int slice, int la
               UNROLL
               for (int t = 0; t < TILES; t++) {
                 Matrix left;
-                left.thread_elements()[0] = U::weight(words[t], i);
-                left.thread_elements()[1] = U::weight(words[t], RUN + i);
+                const float2 pair = U::pair(words[t], i);
+                left.thread_elements()[0] = pair.x;
+                left.thread_elements()[1] = pair.y;
                 UNROLL
                 for (int b = 0; b < OCTETS; b++) {
                   simdgroup_multiply_accumulate(chains[t][b], left, right[b][i], chains[t][b]);

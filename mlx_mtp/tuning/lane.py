@@ -1,8 +1,8 @@
 """Choose a loaded model's lane: "matrix" if its drafter's passes then cost less for the tokens that they emit.
 
-Costs are those of the products and experts, measured by rows in both lanes. Attention, norms, recurrent states and
-the cycle's host time cost the same in both and are left out, so the gain of the better lane is overstated, and so is
-the loss of a single row: a lane may be chosen that gains less than MARGIN, none that loses more than SLOWER.
+Costs are those of the products and experts, measured by rows in both lanes. Attention, norms, states and the host's
+time are equal in both and left out, so gains are overstated, and so is the loss of a single row: a lane may be chosen
+that gains less than MARGIN, but none that loses more than SLOWER.
 """
 
 from collections.abc import Sequence

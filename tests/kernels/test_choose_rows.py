@@ -68,7 +68,7 @@ class Oracle:
         row, left = self.row, self.left
         if not left:
             return []
-        if 0 < np.float32(o.top_p) < 1:
+        if o.top_p > 0 and np.float32(o.top_p) < 1:
             part = int(np.rint(np.float32(o.top_p) * np.float32(2**24)))
             limit = max((sum(self.mass[i] for i in left) >> 8) * part >> 16, 1)
             kept, above = [], 0
