@@ -15,7 +15,7 @@ import mlx_mtp
 from mlx_mtp.kernels import _matrix
 from mlx_mtp.kernels.matrix_order import MatrixOrder
 from mlx_mtp.layers.kernel_site import VERIFY_ROWS
-from mlx_mtp.layers.products import Dense, VerifyRouter
+from mlx_mtp.layers.products import Dense, Stack, VerifyRouter
 from mlx_mtp.layers.runtime import Runtime
 from mlx_mtp.tuning import ab_test, kernel_switch, lane, lane_costs, verdict_file
 from mlx_mtp.tuning.ab_test import FAILS
@@ -98,8 +98,8 @@ def test_the_rule(case):
 def test_each_lane_is_judged_at_its_best_number_of_drafts():
     """Eight rows are dear in the lane "exact", but it may verify three drafts as cheaply as matrices seven."""
     few = {1: 1.0, 2: 1.0, 4: 1.0, 8: 9.0}
-    assert better_lane(costs(few, {1: 1.0, 4: 1.0, 8: 1.6}), drafting(0.6)).lane == "exact"
-    assert better_lane(costs({**few, 2: 1.6, 4: 3.0}, {1: 1.0, 4: 1.0, 8: 1.6}), drafting(0.6)).lane == "matrix"
+    assert better_lane(costs(few, {1: 1.0, 4: 1.3, 8: 1.3}), drafting(0.6)).lane == "exact"
+    assert better_lane(costs({**few, 2: 1.6, 4: 3.0}, {1: 1.0, 4: 1.3, 8: 1.3}), drafting(0.6)).lane == "matrix"
 
 
 def test_rows_of_a_tile_cost_as_much():
@@ -199,16 +199,32 @@ def test_an_op_costs_what_its_fastest_kernel_does(monkeypatch, fails):
         budgets.append(budget)
         names = [("stock" if ops[0].__name__ == "stock" else ops[0].__self__.name, len(x)) for ops, x in sides]
         assert len({*names}) == len(names)
-        return [seconds[name] * (m if m < 8 else 3 * m) for name, m in names]
+        return [seconds[name] * (m if m < 8 else 3 * m) * (9 if (name, m) == ("ours", 2) else 1) for name, m in names]
 
     monkeypatch.setattr(lane_costs, "chain_times", chain_times)
     monkeypatch.setattr(lane_costs, "in_matrix", lambda site: Op("matrix", fails))
     found = lane_costs.op_seconds([Op(fails=fails)] * 3, (1, 2, 4, 8), mx.float32, 0.5)
     each = 3.0 if fails == "ours" else 2.0
-    assert found["exact"] == {1: 3.0, 2: 2 * each, 4: 4 * each, 8: 8 * each}
+    assert found["exact"] == {1: 3.0, 2: 2 * 3.0, 4: 4 * each, 8: 8 * each}
+    assert found["matrix"][2] == math.inf  # not timed
     ours = math.inf if fails == "matrix" else 1.0
     assert {m: found["matrix"][m] for m in (1, 4, 8)} == {1: ours, 4: 4 * ours, 8: 24 * ours}
     assert budgets == [0.5]
+
+
+@pytest.mark.parametrize(("width", "groups"), [(64, [[[64]], [[64]], [[8]]]), (4096, [[[4096], [64]], [[8]]])])
+def test_formats_of_few_weights_are_not_timed(width, groups):
+    formats = [(width, 4), (64, 8)]
+    sites = [Stack([nn.QuantizedLinear(k, 64, bias=False, group_size=32, bits=bits)]) for k, bits in formats]
+    timed = lane_costs._groups([*sites, *PRODUCTS])
+    assert [[[site.width for site in same] for same in shapes] for shapes in timed] == groups
+
+
+def test_routers_stay_in_the_lane_exact():
+    (dense,), router = PRODUCTS, nn.Linear(8, 8)
+    router.__class__ = type("Router", (VerifyRouter, nn.Linear), {})
+    assert in_matrix(Dense(router)) is None
+    assert in_matrix(dense).op == "matrix_gemv"
 
 
 @pytest.fixture
