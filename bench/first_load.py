@@ -10,6 +10,7 @@ shapes
 but no values. Reading weights and the prompt's own products are not included.
 """
 
+import copy
 import json
 import os
 import sys
@@ -36,10 +37,12 @@ from published import read_config
 from mlx_mtp.bench.random_model import shaped_model
 from mlx_mtp.bench.roofline.chips import CHIPS
 from mlx_mtp.bench.roofline.ops import distinct
+from mlx_mtp.kernels._matrix import FORWARD
 from mlx_mtp.layers import gated_delta
 from mlx_mtp.layers.kernel_site import Site
-from mlx_mtp.tuning import kernel_switch
+from mlx_mtp.tuning import kernel_switch, lane_costs, lane_sites
 from mlx_mtp.tuning.kernel_switch import FIRST_ROWS
+from mlx_mtp.tuning.lane_sites import in_matrix
 
 CONFIGS = Path(__file__).parents[1] / "tests" / "support" / "fixtures"
 MODELS = ("step-3.5-flash", "glm-4.5-air", "qwen3.5-35b-a3b", "deepseek-v3")
@@ -118,6 +121,15 @@ class Device:
         self.now, self.due = self.now + self.mac.host, self.due + seconds
         return [x[:, :1]]
 
+    def in_matrix(self, site: Any) -> Site | None:
+        """Return a stand-in for a site's counterpart in the lane `matrix`, None if there is none."""
+        real = copy.copy(site)
+        real.width = site.ours.__self__.width
+        for name in ("ours", "computed", "stock", "alone", "truth"):
+            vars(real).pop(name, None)
+        own = in_matrix(real)
+        return own and StandIn(self, own).site
+
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Act as the machine's GPU and clock inside the block."""
@@ -137,6 +149,9 @@ class Device:
                     "place",
                     lambda model, **lane: [StandIn(self, site).site for site in place(model, **lane)],
                 ),
+                (lane_costs, "in_matrix", self.in_matrix),
+                (lane_sites, "in_matrix", self.in_matrix),
+                (lane_sites, "matrix_orders", lambda: {"float32": FORWARD}),
             ):
                 stack.enter_context(mock.patch.object(owner, name, stand_in))
             yield

@@ -95,29 +95,44 @@ if (top_p < 1.0f || log_min_p > -INFINITY || xtc > 0.0f || top_k > 0) {
 }
 
 const uint2 dice = second_half(own_key);
-Choice best = after_all();
-for (int i = thread_id; i < V; i += threads) {
-  const float value = x[i];
-  if (left.holds(value, i)) {
-    // The product is rounded on its own: a fused sum would have other bits than the reference.
-    const float score = inverse > 0.0f ? fma(value, inverse, 0.0f) + gumbel(random_bits(dice, i, V)) : value;
-    const Choice drawn = {score, i};
-    best = precedes(drawn, best) ? drawn : best;
+float shift = 0.0f;
+bool again = false;
+do {
+  Choice best = after_all();
+  for (int i = thread_id; i < V; i += threads) {
+    const float value = x[i];
+    if (left.holds(value, i)) {
+      // The product is rounded on its own: a fused sum would have other bits than the reference.
+      const float score =
+          inverse > 0.0f ? fma(value - shift, inverse, 0.0f) + gumbel(random_bits(dice, i, V)) : value;
+      const Choice drawn = {score, i};
+      best = precedes(drawn, best) ? drawn : best;
+    }
   }
-}
-best = simd_first(best);
-if (lane == 0) {
-  value_of[simd] = best.value;
-  index_of[simd] = best.index;
-}
-threadgroup_barrier(mem_flags::mem_threadgroup);
-if (simd == 0) {
+  best = simd_first(best);
+  if (lane == 0) {
+    value_of[simd] = best.value;
+    index_of[simd] = best.index;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
   best = after_all();
   if (lane < simds) {
     best = {value_of[lane], index_of[lane]};
   }
   best = simd_first(best);
-  if (lane == 0) {
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  // Scores of this size have no bits left for the noise, and may be infinite: the greatest logit is subtracted first.
+  again = inverse > 0.0f && shift == 0.0f && metal::abs(best.value) > 1048576.0f;
+  if (again) {
+    float own = -INFINITY;
+    for (int i = thread_id; i < V; i += threads) {
+      const float value = x[i];
+      own = left.holds(value, i) ? max(own, value) : own;
+    }
+    shift = number_at(group.greatest(place_of(own)));
+    again = shift != 0.0f && metal::abs(shift) < INFINITY;
+  }
+  if (!again && thread_id == 0) {
     tokens[row] = best.value == -INFINITY ? 0 : best.index;
   }
-}
+} while (again);

@@ -74,6 +74,18 @@ struct Unit {
     }
   }
 
+  // Weights i and RUN + i. Two e2m1 codes, which lie 16 bits apart or are moved there, are decoded as one half2.
+  static METAL_FUNC float2 pair(const thread uint* words, int i) {
+    if constexpr (KIND == CODED && BITS == 4) {
+      const uint w = RUN == 4 ? words[0] : (words[0] & 0xff) | (words[0] & 0xff00) << 8;
+      const uint magnitudes = (i < 3 ? w << (9 - 4 * i) % 16 : w >> 3) & 0x0e000e00;
+      const half2 values = as_type<half2>(magnitudes | (w << (12 - 4 * i) & 0x80008000)) * half2(half(16384));
+      return float2(values);
+    } else {
+      return float2(weight(words, i), weight(words, RUN + i));
+    }
+  }
+
   // A group's scale and bias.
   static METAL_FUNC float2 scale(const device S* scales, const device S* biases, int group) {
     if constexpr (KIND == PLAIN) {
@@ -185,8 +197,9 @@ METAL_FUNC void matrix_products(const thread Tile<T, S>& tile, int slice, int la
               UNROLL
               for (int t = 0; t < TILES; t++) {
                 Matrix left;
-                left.thread_elements()[0] = U::weight(words[t], i);
-                left.thread_elements()[1] = U::weight(words[t], RUN + i);
+                const float2 pair = U::pair(words[t], i);
+                left.thread_elements()[0] = pair.x;
+                left.thread_elements()[1] = pair.y;
                 UNROLL
                 for (int b = 0; b < OCTETS; b++) {
                   simdgroup_multiply_accumulate(chains[t][b], left, right[b][i], chains[t][b]);
@@ -250,15 +263,17 @@ template <typename U, typename T, int ROWS>
 METAL_FUNC void unit_sums(
     const device T* x, const thread int (&rows)[ROWS], int begin, int K, int simd, int lane, threadgroup float* sums) {
   for (int unit = simd * 4 + lane / SIDE; unit < 32 * BLOCK / U::VALUES; unit += 4 * SLICES) {
+    const int first = begin + unit * U::VALUES;
     UNROLL
     for (int m = 0; m < ROWS; m++) {
       float sum = 0.0f;
-      UNROLL
-      for (int part = 0; part < U::VALUES; part += U::PART) {
+      if (first < K) { // affine rows end with a unit
         UNROLL
-        for (int i = 0; i < U::RUN; i++) {
-          const int k = begin + unit * U::VALUES + part + lane % SIDE * U::RUN + i;
-          sum += k < K ? float(x[rows[m] + k]) : 0.0f;
+        for (int part = 0; part < U::VALUES; part += U::PART) {
+          UNROLL
+          for (int i = 0; i < U::RUN; i++) {
+            sum += float(x[rows[m] + first + part + lane % SIDE * U::RUN + i]);
+          }
         }
       }
       UNROLL

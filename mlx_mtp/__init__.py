@@ -10,12 +10,13 @@ from ._version import __version__ as __version__
 if TYPE_CHECKING:
     from . import grammar
     from .batch.generator import BatchGenerator
-    from .cache.file import load_prompt_cache, save_prompt_cache
+    from .cache.file import save_prompt_cache
     from .cache.prompt_cache import PromptCache, make_prompt_cache
     from .checkpoint.convert import convert
     from .checkpoint.load import load, load_model
     from .checkpoint.report import Report
     from .decoding.memory_needs import Budget
+    from .decoding.prompt_file import load_prompt_cache
     from .decoding.row_check import check_rows
     from .decoding.stats import Stats
     from .generate import GenerationResponse, batch_generate, generate, generate_step, stream_generate
@@ -51,9 +52,10 @@ _HOMES = {
     ),
     **dict.fromkeys(("load", "load_model"), "checkpoint.load"),
     **dict.fromkeys(("PromptCache", "make_prompt_cache"), "cache.prompt_cache"),
-    **dict.fromkeys(("load_prompt_cache", "save_prompt_cache"), "cache.file"),
     "BatchGenerator": "batch.generator",
     "Budget": "decoding.memory_needs",
+    "load_prompt_cache": "decoding.prompt_file",
+    "save_prompt_cache": "cache.file",
     "check_rows": "decoding.row_check",
     "convert": "checkpoint.convert",
     "Report": "checkpoint.report",

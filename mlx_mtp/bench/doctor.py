@@ -16,7 +16,7 @@ from ..cache.layer_cache import CONTEXTS
 from ..decoding.options import default_chunk, default_draft_tokens
 from ..decoding.row_check import check_rows
 from ..emulator.compile import find_clang
-from ..kernels import on_metal
+from ..kernels import matrix_orders, on_metal
 from ..kernels.contraction import spelling
 from ..machine.errors import first_line, with_type
 from ..tuning.ab_test import FAILS, KernelTrial, check, compile_kernel, time_pair
@@ -52,7 +52,7 @@ def examine(subject: Subject, progress: Progress) -> Result:
     tic, before, examined = time.time(), thermal_state(), ExaminedModel(subject)
     found: Result = {"doctor": FORMAT, "environment": {**result.environment(), "gpu_cores": gpu_cores()}}
     found["metal"] = on_metal()
-    parts: dict[str, Callable[[], Result]] = {"kernels": partial(_every, progress)}
+    parts: dict[str, Callable[[], Result]] = {"kernels": partial(_every, progress), "matrix_unit": matrix_unit}
     parts |= {name: getattr(examined, name) for name in ("facts", "rows", "verify", "decode", "host")}
     for name, run in parts.items():
         progress(PARTS[name])
@@ -72,6 +72,7 @@ def examine_bits(ops: Sequence[str], progress: Progress) -> Result:
     found: Result = {"doctor": FORMAT, "bits_only": True, "op": [*ops], "environment": result.environment()}
     found["metal"] = on_metal()
     found["kernels"] = _or_why({}, partial(_small, ops or tuple(SMALL), progress))
+    found["matrix_unit"] = _or_why({}, matrix_unit)
     return _ended(found, tic)
 
 
@@ -129,6 +130,14 @@ def _emulated(ops: Sequence[str], progress: Progress) -> Result:
         progress(f"{op}, emulated")
         found.append(_or_why({"op": op}, partial(emulated_check.of_op, op)))
     return {"found": found}
+
+
+def matrix_unit() -> Result:
+    """Return "orders", how the GPU's matrix unit adds products, by type; or "not_read", why this is not known."""
+    if missing := lacking():  # the probe is one text for all types
+        return {"not_read": f"the GPU does not support {', '.join(missing)}"}
+    orders = {dtype: order._asdict() for dtype, order in matrix_orders().items()}
+    return {"orders": orders} if orders else {"not_read": "no Metal GPU"}
 
 
 def on_gpu(

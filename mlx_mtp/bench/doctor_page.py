@@ -44,6 +44,7 @@ def name_of(kernel: Result) -> tuple[str, ...]:
 
 PARTS = {
     "kernels": "kernels",
+    "matrix_unit": "the matrix unit",
     "facts": "the model",
     "rows": "rows of a pass",
     "verify": "a verify of M rows",
@@ -61,6 +62,7 @@ def page(found: Result) -> str:
         "Machine": ("environment", machine),
         "Kernels": ("kernels", kernels),
         "Every kernel": ("kernels", summary),
+        "Matrix unit": ("matrix_unit", lambda found: iter([f"{matrix_unit(found['matrix_unit'])}."])),
         "Rows of a pass": ("rows", lambda found: iter([found["rows"]["words"]])),
         "Cost of a verify": ("verify", verify),
         "Decoding": ("decode", decoding),
@@ -141,6 +143,27 @@ def summary(found: Result) -> Iterator[str]:
         names = [k["kernel"] for k in listed if reason in k["not_checked"]]
         names_shown = "all kernels" if len(names) == len(listed) else ", ".join(names)
         yield f"- {names_shown}: {reason}"
+
+
+def matrix_unit(part: Result) -> str:
+    """Return a line about this part of a report: how a simdgroup_matrix adds eight products, by type of operands."""
+    if reason := part.get("not_read") or part.get("failed"):
+        return f"Matrix unit: not read ({reason})"
+    types: dict[str, list[str]] = {}
+    for dtype, order in part["orders"].items():
+        # Products of 16-bit operands are exact, so that whether they are rounded is seen in float32 alone.
+        types.setdefault(_arithmetic(order, part["orders"]["float32"]["fused"]), []).append(dtype)
+    ways = (f"{words} ({', '.join(names)})" for words, names in types.items())
+    return f"Matrix unit: adds eight products {'; '.join(ways)}"
+
+
+def _arithmetic(order: Result, fused: bool) -> str:
+    products = "fused" if fused else "each rounded first"
+    if order["rounding"] == "wide":
+        return f"exactly, {products}, and rounds once"
+    signature = " ".join(f"{x:g}" for x in order["signature"])
+    name = f'in the order "{order["name"]}"' if order["name"] else f"in an unknown order with the sums {signature}"
+    return f"{name}, {products}, {'truncated' if order['rounding'] == 'truncated' else 'rounded to nearest'}"
 
 
 def _summed(k: Result) -> tuple[str, ...]:

@@ -199,7 +199,7 @@ def choices() -> Iterator[TimedLaunch]:
 
 def probes() -> Iterator[TimedLaunch]:
     """Yield the launch of matrix_order."""
-    yield partial(kernels.matrix_sums)
+    yield partial(kernels.matrix_order.matrix_sums)
 
 
 def changing(logits: mx.array, bias: bool, bans: bool, masked: bool, words: bool) -> TimedLaunch:

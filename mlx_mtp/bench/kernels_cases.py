@@ -31,11 +31,12 @@ from ..layers.lm_head import LMHeadSite, OwnHead
 from ..layers.mamba2 import Scan
 from ..layers.mla import LatentAttention, OwnPerHead, PerHead
 from ..layers.norm_rope import AttentionForm, NormRope
-from ..layers.products import GLU, Dense, OwnDense, OwnGLU, OwnStack, Stack
+from ..layers.products import GLU, Dense, OwnGLU, OwnStack, Stack
 from ..layers.residual_norm import Sum
 from ..models import deepseek_v3 as deepseek_port
 from ..models.nemotron_h import Mamba2Mixer
 from ..models.qwen3_5 import GatedDeltaNet
+from ..tuning.lane_sites import in_matrix
 from .random_model import draw_weights
 
 # Values of released models' config.json that attention, gated delta and Mamba2 read.
@@ -89,20 +90,6 @@ def glu(h: int, k: int) -> GLU:
     gate, up = linear(h, k), linear(h, k)
     gate.site = up.site = Stack([gate, up])
     return GLU(SimpleNamespace(gate_proj=gate, up_proj=up))
-
-
-def matrix_stack(*heights: int, k: int) -> OwnStack:
-    return OwnStack([linear(n, k) for n in heights], matrix=True)
-
-
-def matrix_glu(h: int, k: int) -> OwnGLU:
-    gate, up = linear(h, k), linear(h, k)
-    gate.site = up.site = OwnStack([gate, up], matrix=True)
-    return OwnGLU(SimpleNamespace(gate_proj=gate, up_proj=up), matrix=True)
-
-
-def matrix_heads(n: int, heads: int) -> OwnPerHead:
-    return OwnPerHead(typed(QuantizedMultiLinear(128, n, heads, 64, 4, "affine")), heads_first=True, matrix=True)
 
 
 def block_glu(mode: str, h: int, k: int) -> OwnGLU:
@@ -169,12 +156,12 @@ CASES: dict[str, tuple[str, Callable[[], Any]]] = {
     "Step-3.5 LM head, 8 bits": ("verify_qmm", lambda: stack(128896, k=4096, bits=8)),
     "Qwen3.6-27B gate, up": ("verify_glu", lambda: glu(17408, 5120)),
     "Step-3.5 shared expert": ("verify_glu", lambda: glu(1280, 4096)),
-    "Qwen3.6-27B q, k, v by matrices": ("matrix_qmm", lambda: matrix_stack(12288, 1024, 1024, k=5120)),
-    "Qwen3.6-27B down by matrices": ("matrix_qmm", lambda: matrix_stack(5120, k=17408)),
-    "Qwen3.6-27B gate, up by matrices": ("matrix_glu", lambda: matrix_glu(17408, 5120)),
-    "Qwen3.6-27B tokens by matrices": ("matrix_head", lambda: OwnHead(linear(248320, 5120), matrix=True)),
-    "DeepSeek-V3 queries per head by matrices": ("matrix_heads", lambda: matrix_heads(512, 128)),
-    "eh_proj by matrices": ("matrix_gemv", lambda: OwnDense(typed(nn.Linear(8192, 4096, bias=False)))),
+    "Qwen3.6-27B q, k, v by matrices": ("matrix_qmm", lambda: in_matrix(stack(12288, 1024, 1024, k=5120))),
+    "Qwen3.6-27B down by matrices": ("matrix_qmm", lambda: in_matrix(stack(5120, k=17408))),
+    "Qwen3.6-27B gate, up by matrices": ("matrix_glu", lambda: in_matrix(glu(17408, 5120))),
+    "Qwen3.6-27B tokens by matrices": ("matrix_head", lambda: in_matrix(LMHeadSite(linear(248320, 5120)))),
+    "DeepSeek-V3 queries per head by matrices": ("matrix_heads", lambda: in_matrix(per_head(512, 128))),
+    "eh_proj by matrices": ("matrix_gemv", lambda: in_matrix(Dense(typed(nn.Linear(8192, 4096, bias=False))))),
     "GLM-4.5 router": ("verify_gemv", lambda: Dense(typed(nn.Linear(5120, 160, bias=False)))),
     "Qwen3.5 shared expert's gate": ("verify_gemv", lambda: Dense(typed(nn.Linear(2048, 1, bias=False)))),
     "eh_proj": ("verify_gemv", lambda: Dense(typed(nn.Linear(8192, 4096, bias=False)))),
@@ -224,11 +211,11 @@ def near(site: Any) -> Any:
 SMALL: dict[str, Callable[[], Any]] = {
     "verify_qmm": lambda: stack(64, k=1024),
     "verify_glu": lambda: glu(32, 1024),
-    "matrix_qmm": lambda: matrix_stack(64, k=1024),
-    "matrix_glu": lambda: matrix_glu(32, 1024),
-    "matrix_gemv": lambda: OwnDense(typed(nn.Linear(1024, 64, bias=False))),
-    "matrix_heads": lambda: matrix_heads(64, 4),
-    "matrix_head": lambda: OwnHead(linear(256, 1024), matrix=True),
+    "matrix_qmm": lambda: in_matrix(stack(64, k=1024)),
+    "matrix_glu": lambda: in_matrix(glu(32, 1024)),
+    "matrix_gemv": lambda: in_matrix(Dense(typed(nn.Linear(1024, 64, bias=False)))),
+    "matrix_heads": lambda: in_matrix(per_head(64, 4)),
+    "matrix_head": lambda: in_matrix(LMHeadSite(linear(256, 1024))),
     "verify_gemv": lambda: Dense(typed(nn.Linear(1024, 64, bias=False))),
     "gated_delta_verify": lambda: Recurrence(typed(qwen(GatedDeltaNet, **FEW_DELTA)), RecurrentCache),
     "mamba2_verify": lambda: mamba2(hidden_size=64, mamba_num_heads=4, mamba_head_dim=16, n_groups=2),

@@ -29,8 +29,9 @@ from .mark import Quantizing
 from .prompt_cache import PromptCache
 from .prompt_prefix import PromptPrefix
 
-FORMAT = 3  # of a file with pictures
-TEXT_FORMAT = 2  # of a file without, which earlier versions read too
+LANE_FORMAT = 4  # of a file whose rows are not of the lane "exact", which earlier versions assume
+FORMAT = 3  # of another file with pictures
+TEXT_FORMAT = 2  # of a file without both, which earlier versions read too
 WHOLE = [0, 1]  # the part of a model that is not split
 DIGITS = 64
 BLANK = "0" * DIGITS  # stands for the checksum while it is computed
@@ -79,30 +80,40 @@ def save_prompt_cache(file: str | Path, cache: PromptCache) -> None:
 
 
 @in_turn()
-def load_prompt_cache(file: str | Path, model: CachedModel, *, check_memory: bool = True) -> PromptCache:
-    """Return the cache that `save_prompt_cache` wrote to a file, without its heads' part if `model` has no heads.
+def read_prompt_cache(file: str | Path, model: CachedModel, *, check_memory: bool = True) -> tuple[PromptCache, bool]:
+    """Return the cache that `save_prompt_cache` wrote to a file, and whether its rows are of the model's lane.
 
-    Of a split model each rank reads its own file. Raises ValueError with the reason if the file is not a prompt
-    cache, is damaged, has another format version, belongs to another model, vision tower, rank or other heads, or
-    (unless check_memory is False) if memory is too small; OSError if it cannot be read.
+    If they are not, of a split model on any rank, the arrays must not be used: they are not read. The heads' part is
+    left out if `model` has no heads. Of a split model each rank reads its own file. Raises ValueError with the reason
+    if the file is not a prompt cache, is damaged, has another format version, belongs to another model, vision tower,
+    rank or other heads, has pictures and rows of another lane, or (unless check_memory is False) if memory is too
+    small; OSError if it cannot be read.
     """
     file = _own_file(file, model)
     with file.open("rb") as f:  # the same file from here on, even if another process replaces it
         state = _checked(f, file)
         if maker := _other_maker(state, model):
             raise ValueError(f"{file}: made {maker}")
+        fits = _in_lane(state, model)
         check_room(f"{file}:", os.fstat(f.fileno()).st_size, ignore=not check_memory)
         f.seek(0)
         try:
             loaded: Any = mx.load(f, format="safetensors")
             cache = _restored(model, state, loaded)
             _check(cache)
-            mx.eval(cache.arrays)
+            if fits:
+                mx.eval(cache.arrays)
         except RuntimeError as e:  # of MLX; its message is its JSON library's
             raise ValueError(f"{file}: damaged (its arrays cannot be read); make it again") from e
         except (KeyError, TypeError, AttributeError, IndexError, ValueError, AssertionError) as e:
             raise ValueError(f"{file}: damaged ({first_line(e)}); make it again") from e
-    return cache
+    return cache, fits
+
+
+def _in_lane(state: dict[str, Any], model: Any) -> bool:
+    """Return whether a file with these values of `_state` has rows of the model's lane, on ranks whether all have."""
+    fits = state.get("lane", "exact") == model.runtime.lane
+    return all(model.ranks.gather_values(fits)) if model.ranks else fits
 
 
 def _other_maker(state: dict[str, Any], model: Any) -> str | None:
@@ -116,6 +127,11 @@ def _other_maker(state: dict[str, Any], model: Any) -> str | None:
     if state.get("pictures") and (model.vision is None or state.get("vision") != model.vision.fingerprint):
         lacking = "whose vision tower or settings this model does not have"
         return f"with pictures, {lacking}; load it with those, or make the file again"
+    if state.get("pictures") and (lane := state.get("lane", "exact")) != model.runtime.lane:
+        again = f"load the model with kernels={lane!r}, or make the file again"
+        return (
+            f"with pictures, which it does not contain, in the lane {lane!r} and not {model.runtime.lane!r}; {again}"
+        )
     return None
 
 
@@ -137,8 +153,10 @@ def saved_prefix(file: str | Path) -> PromptPrefix | None:
 
 def _state(cache: PromptCache) -> dict[str, Any]:
     """Return what the file of a cache, between generations, stores besides its arrays, as JSON values."""
+    lane = cache.model.runtime.lane
     return {
-        "format": FORMAT if cache.places else TEXT_FORMAT,
+        "format": LANE_FORMAT if lane != "exact" else FORMAT if cache.places else TEXT_FORMAT,
+        "lane": lane,
         "tokens": cache.tokens,
         **(_pictures(cache) if cache.places else {}),
         "primed": cache.primed,
@@ -146,6 +164,7 @@ def _state(cache: PromptCache) -> dict[str, Any]:
         "layers": [c.config for c in cache.layers],
         "heads": [c.config for c in cache.heads],
         "quantizing": cache.quantizing and asdict(cache.quantizing),
+        "quantized": cache.quantized and asdict(cache.quantized),
         "opening": cache.prefix and asdict(cache.prefix),
         "model": fingerprint(cache.model, heads=False),
         "model_heads": fingerprint(cache.model, heads=True) if cache.heads else None,
@@ -189,6 +208,7 @@ def _restored(model: CachedModel, state: dict[str, Any], arrays: dict[str, mx.ar
     cache.primed = state["primed"]
     cache.backlog = [arrays["backlog"]] if heads and "backlog" in arrays else []
     cache.quantizing = _filled(Quantizing, state["quantizing"])
+    cache.quantized = _filled(Quantizing, state.get("quantized"))
     cache.prefix, cache.adapter = _filled(PromptPrefix, state["opening"]), model.runtime.adapters.fingerprint
     _check_tokens(state["tokens"], state.get("pictures", []), model.vocab_size)
     cache.settle(state["tokens"])
@@ -267,9 +287,9 @@ def _state_in(f: BinaryIO, file: str | Path) -> tuple[dict[str, Any], str]:
             raise ValueError(version)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{file}: not a prompt cache of mlx_mtp, or damaged; make it again") from None
-    if version not in (TEXT_FORMAT, FORMAT):
+    if not TEXT_FORMAT <= version <= LANE_FORMAT:
         age = "an older" if version < TEXT_FORMAT else "a newer"
-        reads = f"{TEXT_FORMAT} and {FORMAT}"
+        reads = f"{TEXT_FORMAT} to {LANE_FORMAT}"
         raise ValueError(f"{file}: of {age} format ({version}), this version reads {reads}; make it again")
     return state, metadata.get("checksum", "")
 

@@ -26,7 +26,7 @@ def cache_prompt(**flags: Any) -> None:
     """Prefill a prompt and save its caches in a file.
 
     With --prompt-cache-file, generate and chat continue that prompt as if their text followed it, and use its model
-    if --model is not given.
+    if --model is not given. They prefill it again, with a notice, if their model has another lane (--kernels).
     """
     text = options.read_prompt(flags["prompt"])
     model, tokenizer = options.load_model(flags)

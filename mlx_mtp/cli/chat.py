@@ -8,6 +8,7 @@ import click
 from ..machine.paths import expanded
 from . import options
 from .advice import advised_and_not_given
+from .saved_cache import continues_cache, saved_cache, saved_cache_option
 from .terminal import MessageReader, hidden_typing, is_interactive
 
 
@@ -17,12 +18,12 @@ from .terminal import MessageReader, hidden_typing, is_interactive
 @options.text_options(max_tokens=-1)
 @options.template_config_option
 @options.cache_options
-@options.saved_cache_option
+@saved_cache_option
 @click.option("--pipeline", is_flag=True, help="Ignored, as by mlx_lm.chat in a single process.")
 @click.option("--quiet", is_flag=True, help="Print the answers only: no notices, footers or progress.")
 def chat(**flags: Any) -> None:
     """Chat with a model. /help lists the commands; q, r and h work as in mlx_lm.chat."""
-    options.continues_cache(flags)
+    continues_cache(flags)
     with hidden_typing() if is_interactive() else nullcontext():  # what is typed during the load is for the prompt
         model, tokenizer = options.load_model(flags)
     from ..serve.frames import add_reasoning_marks
@@ -34,7 +35,7 @@ def chat(**flags: Any) -> None:
     advised = advised_and_not_given(flags)
     flags |= advised
     penalties = {name: value for name, value in advised.items() if name in PENALTIES}
-    kept = options.generation_options(tokenizer, flags, options.saved_cache(model, flags))
+    kept = options.generation_options(tokenizer, flags, saved_cache(model, flags))
     kept |= {"system_prompt": flags["system_prompt"], "template_config": flags["chat_template_config"]}
     session = ChatSession(model, tokenizer, **kept)
     apply_penalties(session, penalties)

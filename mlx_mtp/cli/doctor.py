@@ -100,7 +100,7 @@ def compile_only(file: Path, flags: dict[str, Any]) -> None:
 def examine_kernels(out: Path, flags: dict[str, Any]) -> None:
     """Check the kernels and, without --bits-only, the model; write out.json and out.md; exit 1 if any is wrong."""
     from ..bench.doctor import OPS, examine, examine_bits
-    from ..bench.doctor_page import page, verdict
+    from ..bench.doctor_page import matrix_unit, page, verdict
     from ..bench.subject import open_subject
     from ..machine.atomic import write_whole
 
@@ -115,7 +115,7 @@ def examine_kernels(out: Path, flags: dict[str, Any]) -> None:
     good, words = verdict(found)
     write_whole(f"{out}.json", json.dumps(found, indent=1) + "\n")
     write_whole(f"{out}.md", page(found))
-    click.echo(f"{words}\nwritten: {out}.json, {out}.md")
+    click.echo(f"{words}\n{matrix_unit(found['matrix_unit'])}\nwritten: {out}.json, {out}.md")
     if not flags["bits_only"]:
         click.echo(after_doctor(good, flags))
     if not good:

@@ -9,6 +9,7 @@ import click
 from . import options
 from .advice import advised_and_not_given, warn_of_length
 from .image_options import WithImages, image_options
+from .saved_cache import continues_cache, saved_cache, saved_cache_option
 
 
 @click.command(cls=WithImages)
@@ -25,12 +26,12 @@ from .image_options import WithImages, image_options
 @click.option("--verbose", type=bool, default=True, help="false prints the text without figures.")
 @click.option("--quiet", is_flag=True, help="Print the text only: no notices, figures or progress.")
 @options.cache_options
-@options.saved_cache_option
+@saved_cache_option
 @click.option("--report", is_flag=True, help="Print what was loaded.")
 def generate(**flags: Any) -> None:
     """Generate an answer to a prompt, or its continuation."""
     text = options.read_prompt(flags["prompt"])
-    options.continues_cache(flags)
+    continues_cache(flags)
     model, tokenizer = options.load_model(flags)
     from ..decoding.options import default_chunk
     from ..generate import stream_generate
@@ -41,7 +42,7 @@ def generate(**flags: Any) -> None:
         click.echo(str(model.report))
     if not flags["quiet"]:
         _note_advice(flags)
-    cache, pictures = options.saved_cache(model, flags), opened(model, flags["images"], flags["resize_shape"])
+    cache, pictures = saved_cache(model, flags), opened(model, flags["images"], flags["resize_shape"])
     follow = _tokens if cache is None else partial(_following, cache)
     prompt = follow(tokenizer, text, flags, model.vision, pictures)
     warn_of_length(model, len(prompt) + (cache.offset if cache else 0))

@@ -19,7 +19,7 @@ from ..demo import demo_path
 from .gguf import gguf_options, transcoded
 from .given_file import SIZE, GivenFile
 from .grammar_options import grammar_of, grammar_options
-from .together import check_prompt, group, own_file
+from .together import check_prompt, group
 
 BITS = Choice(["2", "3", "4", "5", "6", "8"])
 KERNELS = Choice(["off", "exact", "matrix"])
@@ -108,17 +108,6 @@ def refuse(flags: dict[str, Any], names: Iterable[str], why: str) -> None:
     """Raise UsageError for the first of these flags that has a value. why: its text, with {} for the option."""
     if given := next((name for name in names if flags[name]), None):
         raise click.UsageError(why.format(f"--{given.replace('_', '-')}"))
-
-
-class SavedCache(GivenFile):
-    """Type of an option's value: an existing file of a saved prompt cache; returns the named path.
-
-    Of several ranks, rank 0 reads the named file and rank n "<file>.rank<n>" next to it; each checks its own.
-    """
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        super().convert(own_file(Path(value)), param, ctx)
-        return Path(value)
 
 
 GIVEN = GivenFile()
@@ -251,23 +240,6 @@ cache_options = options(
     option("--ignore-memory", is_flag=True, help="Load and generate even if memory is too small."),
     option("--cache-limit", type=SIZE, help="Maximum GB of freed memory that MLX keeps."),
 )
-saved_cache_option = option(
-    "--prompt-cache-file",
-    type=SavedCache(),
-    help="File of `mlx-mtp cache-prompt` whose prompt the message continues.",
-)
-
-
-def continues_cache(flags: dict[str, Any]) -> None:
-    """Set in `flags` the end-of-text token and, unless --model is given, the model of a --prompt-cache-file.
-
-    Without such a file, or if it states no prompt, nothing changes.
-    """
-    if flags["prompt_cache_file"] is not None:
-        from ..cache.file import saved_prefix
-
-        if prefix := saved_prefix(own_file(flags["prompt_cache_file"])):
-            flags["model"], flags["eos_token"] = flags["model"] or prefix.model, prefix.eos_token
 
 
 def checkpoint_path(model: str | None, *, code: bool = False, flags: dict[str, Any] | None = None) -> Path:
@@ -348,28 +320,6 @@ def cache_layout(flags: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `make_prompt_cache` that flags contain, None if not given; {} without such flags."""
     numbers = ("kv_bits", "mtp_kv_bits", "kv_group_size", "max_kv_size", "quantized_kv_start")
     return {name: flags[name] and int(flags[name]) for name in numbers if name in flags}
-
-
-def saved_cache(model: Any, flags: dict[str, Any]) -> Any:
-    """Load the cache of --prompt-cache-file, None without one; UsageError if flags request another layout.
-
-    Other errors are those of `load_prompt_cache`.
-    """
-    file = flags["prompt_cache_file"]
-    if file is None:
-        return None
-    from ..cache.file import load_prompt_cache
-
-    cache = load_prompt_cache(file, model, check_memory=not flags["ignore_memory"])
-    requested = {name: value for name, value in cache_layout(flags).items() if value is not None}
-    for name, found in cache.layout.items():
-        if requested.get(name, found) != found:
-            flag = f"--{name.replace('_', '-')} {requested[name]}"
-            made = "without it" if found is None else f"with {found}"
-            raise click.UsageError(f"{flag}: the prompt cache in {file} was made {made}; leave {flag} out")
-    if model.mtp and not cache.heads and not flags["quiet"]:
-        click.echo(f"{file} holds no state of the heads: decoding plainly.", err=True)
-    return cache
 
 
 def sampling_flags(flags: dict[str, Any]) -> list[str]:

@@ -33,7 +33,6 @@ class Alone(Seating):
     """
 
     defers = True  # a cycle that is built late begins after the tokens before it have been yielded
-    drafts_evaluated = True  # a failure rolls back, or prefills all tokens again
 
     def __init__(self, model: Target, sequence: Sequence, run: Run, drafters: dict[str, Drafter], how: DriverOptions):
         """run: of the row that chose the last token, which the cache lacks. how: the driver's options."""

@@ -26,8 +26,7 @@ def processed(logits: mx.array, members: Members, drafts: mx.array | None, masks
         own = past if drafts is None else mx.concatenate([past, drafts[i]])
         rows = _tried(member, _processed_rows, member.picker.callers, each[i][0], own, len(past))
         if rows is not None:
-            mask = masks[i]
-            each[i] = (rows if mask is None else masked(rows, mask))[None]
+            each[i] = masked(rows, None if masks is None else masks[i])[None]
     return mx.concatenate(each)
 
 

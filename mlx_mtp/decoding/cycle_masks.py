@@ -32,7 +32,7 @@ def mask_thread() -> Executor:
 class CycleMasks:
     """The masks of a cycle with k drafts per sequence, of which one or more have a grammar.
 
-    rows:    per sequence int32 [k + 1, words]: the tokens that may be chosen in each row; None without a grammar.
+    rows:    int32 [n, k + 1, words]: the tokens that may be chosen in each row, all of them without a grammar.
     allowed: int32 [k, n, words]: the tokens that may be drafted, an input of the drafter's graph; None if no drafter
              in the step makes the drafts.
     forced:  per sequence, the number of first drafts that `allowed` prescribes, which are those of `Matcher.drafts`.
@@ -43,13 +43,9 @@ class CycleMasks:
     def __init__(self, members: Members, k: int, *, drafted: bool):
         self.members, self.k = members, k
         words = next(member.picker.matcher.words for _, member in self._guided(finished=True))  # type: ignore[union-attr]
-        free = np.full((k + 1, len(members), words), -1, np.int32)
-        self.rows: list[mx.array | None] = [None] * len(members)
-        self._rows: dict[int, np.ndarray] = {}  # the memory of `rows`
-        for i, _ in self._guided(finished=True):
-            self.rows[i] = mx.array(free[:, i])
-            self._rows[i] = np.array(self.rows[i], copy=False)
-        self.allowed = mx.array(free[:k]) if drafted else None
+        self.rows = mx.array(np.full((len(members), k + 1, words), -1, np.int32))
+        self._rows = np.array(self.rows, copy=False)  # the memory of `rows`
+        self.allowed = mx.array(np.full((k, len(members), words), -1, np.int32)) if drafted else None
         self.forced = [0] * len(members)
         self._known: list[list[int]] = [[] for _ in members]  # drafts after which rows are written
 
@@ -126,5 +122,5 @@ class CycleMasks:
         return most
 
     def of_rows(self, count: int) -> Masks:
-        """Return the masks of the first `count` rows of each sequence; None for a sequence without a grammar."""
-        return [rows if rows is None or count > self.k else rows[:count] for rows in self.rows]
+        """Return the masks of the first `count` rows of each sequence."""
+        return self.rows if count > self.k else self.rows[:, :count]

@@ -18,7 +18,7 @@ from ..layers.lm_head import NormedRows
 from ..layers.target import Target
 from .members import Members
 from .run import NO_DRAFTS, Drafts
-from .sampling import Picker, Sampling, whole_rows
+from .sampling import Picker, Sampling, keys_of, whole_rows
 
 
 class Draft(NamedTuple):
@@ -121,7 +121,7 @@ class DraftChooser:
         """
         coupled = (picker.sampler is None and picker.draft_sampling == "coupled" for picker in pickers)
         options = (p.options if draws else Sampling() for p, draws in zip(pickers, coupled, strict=True))
-        return cls(tuple(options), mx.stack([picker.key for picker in pickers]), confidence, fused)
+        return cls(tuple(options), keys_of(pickers), confidence, fused)
 
     @property
     def greedy(self) -> bool:

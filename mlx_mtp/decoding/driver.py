@@ -46,7 +46,7 @@ class NewTokens(NamedTuple):
     tokens: list[int]
     accepted: int
     run: Run
-    row: int = 0
+    row: int
 
     def yielded(self) -> Iterator[Yielded]:
         """Yield each token with its logprobs."""
@@ -178,9 +178,9 @@ class Driver:
         try:
             if refused:
                 raise refused
-            if ahead is None and not seating.defers and last.active and not seating.stopping:
+            if ahead is None and not seating.defers and last.active:
                 self._begin(last)
-            elif ahead and not seating.stopping:
+            elif ahead:
                 self._submit(last, with_forced(seating, last, ahead))
         except TROUBLE as e:
             self._take(e)
@@ -228,7 +228,7 @@ class Driver:
         waited = perf_counter() - tic
         self.clock.hidden = self.clock.hidden or any(s.stats.crowded for s in active)
         flight.seconds = self.clock.arrived(waited, flight.built, ahead.built if ahead else None, late=flight.late)
-        flight.context = max((s.base for s in flight.rows if s), default=0)
+        flight.context = max(s.base for s in flight.rows if s)
         found, verified = [], flight.run.size - 1
         for row, sequence in enumerate(flight.rows):
             if sequence is None or sequence.finished:

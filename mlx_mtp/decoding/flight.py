@@ -43,23 +43,23 @@ class Flight:
     prefilled: int = 0
     late: bool = False
     forced: list[int] = field(default_factory=list)
-    drafter: Drafter | None = field(default=None, init=False)
+    drafter: Drafter | None = field(init=False)
     frame: Frame = field(init=False)
     given: Run = field(init=False)
-    drafts: Drafts = field(default=NO_DRAFTS, init=False)
-    masks: CycleMasks | None = field(default=None, init=False)
-    passed: Passed | None = field(default=None, init=False)
-    most: mx.array | None = field(default=None, init=False)
+    drafts: Drafts = NO_DRAFTS
+    masks: CycleMasks | None = None
+    passed: Passed | None = None
+    most: mx.array | None = None
     run: Run = field(init=False)
-    replayed: bool = field(default=False, init=False)
-    built: float = field(default=0.0, init=False)
-    base: int = field(default=0, init=False)
-    after: Any = field(default=None, init=False)
-    failed: bool = field(default=False, init=False)
-    was_read: bool = field(default=False, init=False)
-    context: int = field(default=0, init=False)
-    kept: list[Accepted] = field(default_factory=list, init=False)
-    seconds: float | None = field(default=None, init=False)
+    replayed: bool = field(init=False)
+    built: float = field(init=False)
+    base: int = field(init=False)
+    after: Any = None
+    failed: bool = False
+    was_read: bool = False
+    context: int = field(init=False)
+    kept: list[Accepted] = field(default_factory=list)
+    seconds: float | None = None
     why_late: str | None = None
 
     @property
@@ -79,7 +79,7 @@ class Flight:
         most = self.accepts(row, verified)
         return Accepted(accepted, most, min(self.masks.forced[row], most) if self.masks else 0)
 
-    def limits(self, k: int, *, always: bool = False) -> mx.array | None:
+    def limits(self, k: int, *, always: bool) -> mx.array | None:
         """Return each row's maximum of accepted drafts, at most k, int32 [n]; -1 in a free slot.
 
         None, unless `always`, if every row may accept k; a free slot may not.

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..kernels import Changes, Paths, Words, change_logits, change_logits_ref
-from .masks import Masks, stacked
+from .masks import Masks
 
 ALL = 2**30  # a context size above every length
 
@@ -92,19 +92,17 @@ def changed(
     rules: Sequence[LogitRules | None],
     histories: Sequence[np.ndarray | None],
     drafts: mx.array | None,
-    masks: Masks = (),
+    masks: Masks = None,
     *,
     fused: bool = True,
 ) -> mx.array:
     """Return logits [n, R, V] of R rows of n sequences, changed by each one's rules and mask; a kernel if `fused`.
 
     histories: per sequence its tokens that the host has read; row r follows them and the first r of its `drafts`
-    [n, R - 1]. masks: per sequence int32 [R, words] or None; (): none. Without rules and masks nothing changes.
+    [n, R - 1]. Without rules and masks nothing changes.
     """
-    mask = stacked(masks, logits.shape[1])
-    if mask is None and not any(rules):
+    if masks is None and not any(rules):
         return logits
-    mask = None if mask is None else mask.reshape(*logits.shape[:2], -1)
     own = tuple(each or NONE for each in rules)
     past = [np.zeros(0, np.int32) if tokens is None else tokens for tokens in histories]
     contexts = [
@@ -119,7 +117,7 @@ def changed(
         mx.array(_aligned(tails, 0, np.uint8, max(each.bad_words.longest if each.bad_words else 1 for each in own))),
         mx.array([*map(len, tails)], mx.int32),
     )
-    return (change_logits if fused else change_logits_ref)(logits, changes_of(own, logits.shape[-1]), paths, mask)
+    return (change_logits if fused else change_logits_ref)(logits, changes_of(own, logits.shape[-1]), paths, masks)
 
 
 def _aligned(rows: Sequence[np.ndarray], fill: int, dtype: Any, least: int) -> np.ndarray:
@@ -131,6 +129,7 @@ def _aligned(rows: Sequence[np.ndarray], fill: int, dtype: Any, least: int) -> n
 
 
 @lru_cache(maxsize=8)
+@np.errstate(over="ignore")  # above the greatest float32 is infinity, as in MLX
 def changes_of(rules: tuple[LogitRules, ...], vocab: int) -> Changes:
     """Return the arrays of `change_logits` that stay the same while these sequences decode together.
 

@@ -12,6 +12,7 @@ from ..cache.from_mlx_lm import from_mlx_lm
 from ..cache.prompt_cache import PromptCache, make_prompt_cache
 from ..grammar import Constraint, Grammar, compiled
 from ..layers.target import Target
+from ..layers.with_heads import default_draft_tokens
 from ..machine.ranges import Tokens, check, check_options
 from .picture_rows import check_pictures
 from .prefill_chunk import CHUNKS, ON_CPU
@@ -61,7 +62,6 @@ check_memory: refuse more than 4,096 tokens if the available memory is too small
 prompt_progress_callback: called with (prompt tokens read, prompt tokens) before each chunk and at the end.
 stats: a `Stats` that is filled while generating.
 """
-DEFAULT_DRAFTS = 2  # of a recycled head, whose acceptance falls with each draft
 QUANTIZED_KV_START = 5000  # mlx_lm's
 CACHE_OPTIONS = ("kv_bits", "mtp_kv_bits", "kv_group_size", "quantized_kv_start", "max_kv_size")
 # Arguments of mlx_lm's that are not supported, and what to do instead.
@@ -121,15 +121,6 @@ def default_chunk(model: Any) -> int:
 def max_chunk() -> int:
     """Return the maximum tokens per prefill chunk that a load on this device chooses."""
     return ON_CPU if mx.default_device() == mx.cpu else CHUNKS[0]
-
-
-def default_draft_tokens(model: Target) -> int:
-    """Return the default of num_draft_tokens: the drafter's `usual`, else one per head but at least DEFAULT_DRAFTS.
-
-    At most the model's maximum: 1 with one head that is not recycled, 0 without a drafter.
-    """
-    own = getattr(getattr(model, "drafter", None), "usual", 0)
-    return min(model.max_draft_tokens, own or max(DEFAULT_DRAFTS, len(model.mtp)))
 
 
 def draft_count(requested: int | None, model: Target, cache: PromptCache | None) -> int:

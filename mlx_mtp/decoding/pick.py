@@ -13,27 +13,27 @@ from ..kernels import choose_rows
 from ..layers.target import Target
 from .callers import Logprobs, processed, with_logprobs
 from .logit_rules import changed
-from .masks import Masks, stacked
+from .masks import Masks, without
 from .members import Members
-from .sampling import Picker
+from .sampling import Picker, keys_of
 
 FREE = Picker()  # of a free slot
 
 
 def pick(
-    model: Target, hidden: mx.array, position: Any, drafts: mx.array | None, members: Members, masks: Masks = ()
+    model: Target, hidden: mx.array, position: Any, drafts: mx.array | None, members: Members, masks: Masks = None
 ) -> tuple[mx.array, Logprobs]:
     """Return the tokens [n, R] chosen after hidden rows [n, R, H], and logprobs: per sequence [R, V] or None.
 
-    position: of each sequence's first token, int32 [n], or an int if n = 1. drafts: [n, R-1], None if R = 1. masks:
-    (): no sequence has a grammar. An error of a sequence's own sampler or processor goes to its `fail`.
+    position: of each sequence's first token, int32 [n], or an int if n = 1. drafts: [n, R-1], None if R = 1. An error
+    of a sequence's own sampler or processor goes to its `fail`.
     """
-    masks, fused = masks or [None] * len(members), model.runtime.choosing
+    fused = model.runtime.choosing
     pickers = [FREE if member is None else member.picker for member in members]
     if (tokens := by_head(model, hidden, position, pickers, masks)) is not None:
         return tokens, None
     rules, histories = [p.rules for p in pickers], [None if m is None else m.history.tokens for m in members]
-    first = [None if p.callers else mask for p, mask in zip(pickers, masks, strict=True)]
+    first = without(masks, [bool(p.callers) for p in pickers])
     logits = changed(model.logits(hidden), rules, histories, drafts, first, fused=fused)
     if any(p.callers for p in pickers):
         logits = processed(logits, members, drafts, masks)
@@ -41,9 +41,7 @@ def pick(
     if all(p.options.greedy for p in pickers):
         tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
     else:
-        tokens = choose_rows(
-            logits, [p.options for p in pickers], mx.stack([p.key for p in pickers]), at, fused=fused
-        )
+        tokens = choose_rows(logits, [p.options for p in pickers], keys_of(pickers), at, fused=fused)
     if not any(p.sampler or p.logprobs for p in pickers):
         return tokens, None
     return with_logprobs(tokens, logits, members, at)
@@ -55,6 +53,6 @@ def by_head(model: Target, hidden: mx.array, position: Any, pickers: Sequence[Pi
     able = all(p.by_head for p in pickers) and (greedy or len(pickers) == 1)
     if not able or (rows := model.choice(hidden)) is None:
         return None
-    mask, own = stacked(masks, hidden.shape[1]), pickers[0]
+    mask, own = None if masks is None else masks.flatten(0, 1), pickers[0]
     tokens = rows.greedy(mask) if greedy else rows.draw(own.key, position, own.options.temp, mask)
     return tokens.reshape(hidden.shape[:2])

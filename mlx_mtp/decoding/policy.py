@@ -1,9 +1,6 @@
 """Create a generation's control of draft lengths and its replay of recorded cycles, and store measured costs."""
 
-from typing import Any
-
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from ..cache.arrays import rereads
 from ..cache.prompt_cache import PromptCache
@@ -11,9 +8,8 @@ from ..cache.ring import MAX_ROWS
 from ..grammar import Matcher
 from ..layers.experts import expert_counts
 from ..layers.target import Target
-from ..machine.remembered import digest
 from ..tuning.controller import Controller
-from ..tuning.cost_file import RememberedCosts
+from ..tuning.cost_file import RememberedCosts, shapes_of
 from ..tuning.costs import Costs, Growth, dense, mixture
 from ..tuning.plan import Fixed
 from ..tuning.replay_choice import CompileChoice
@@ -53,7 +49,7 @@ def forced_drafts(cache: PromptCache, *, plain: bool, asked: int | None) -> int:
 class Learned:
     """The measured costs of a model's cycles on this machine, of built (key False) and of replayed cycles (True).
 
-    kernels: the report's lines of the kernels that are on; other kernels have other costs.
+    kernels: of `kernels_of`: a lane and the kernels that are on, because other kernels have other costs.
     growth: how the cost of a cycle grows with its drafts.
     together, together_replayed: the costs of built and replayed cycles of several sequences, by their number.
     """
@@ -75,15 +71,9 @@ class Learned:
         return self.costs[replayed]
 
 
-def shapes_of(model: Target) -> str:
-    """Return a fingerprint of the names and shapes of a model's parameters."""
-    arrays: Any = tree_flatten(model.parameters())
-    return digest(f"{name} {array.shape}" for name, array in arrays)
-
-
 def kernels_of(model: Target) -> tuple[str, ...]:
-    """Return the report's lines of the kernels that are on; () without a report."""
-    return model.runtime.report.kernels if model.runtime.report else ()
+    """Return the lane, and the report's lines of the kernels that are on, if there is a report."""
+    return model.runtime.lane, *(model.runtime.report.kernels if model.runtime.report else ())
 
 
 def learned(model: Target) -> Learned:

@@ -60,7 +60,6 @@ class Pooled(Seating):
         self.unread: list[mx.array] = []
         self.readers: list[tuple[int, Sequence]] = []
         self.marks: list[tuple[Sequence, Mark]] = []
-        self.drafts_evaluated = False
 
     @property
     def cache(self) -> Pool:

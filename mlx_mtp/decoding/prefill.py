@@ -111,7 +111,7 @@ def first_run(model: Target, cache: PromptCache, hidden: mx.array, picker: Picke
     """Return the run, unevaluated, that chooses the token after a prompt from its hidden rows [1, L, H]."""
     row = hidden[:, -1:]
     member = Single(picker, TokenHistory(cache.ids if picker.processors else ()))
-    masks = [mask_row(picker.matcher, cache.ids)]
+    masks = mask_row(picker.matcher, cache.ids)
     tokens, logprobs = pick(model, row, cache.offset, None, (member,), masks)
     return Run.of(row, tokens, NONE_ACCEPTED, None, logprobs)
 

@@ -30,7 +30,7 @@ from .masks import Masks
 from .members import Single
 from .recordable import recordable
 from .run import Drafts, Run
-from .sampling import Picker, Sampling
+from .sampling import Picker, Sampling, keys_of
 from .stats import Stats
 from .step import Passed, choose, forward, step
 
@@ -48,13 +48,12 @@ Pick = tuple[Sampling, bool, str]  # sampling options, whether logprobs are retu
 class ChoiceKind(NamedTuple):
     """The key of a recorded choice of tokens under masks: all that it depends on besides the values of its inputs.
 
-    shape: of the hidden rows. pick: the same for all sequences. masked: whether each sequence has a grammar.
-    drafts, limits: whether there are any. adapter: the name of the selected one. form: None: no caches are read.
+    shape: of the hidden rows. pick: the same for all sequences. drafts, limits: whether there are any. adapter: the
+    name of the selected one. form: None: no caches are read.
     """
 
     shape: tuple[int, ...]
     pick: Pick
-    masked: tuple[bool, ...]
     drafts: bool
     limits: bool
     adapter: str | None
@@ -89,7 +88,7 @@ class StepKey(NamedTuple):
         end = frame.base + rows + frame.plan.k + 1
         shapes = tuple(part.shape for c in frame.cache.stepped for part in c.parts)
         plan = frame.plan if frame.asked else Plan("", frame.plan.k)  # the drafts are an input
-        form, masked, adapter = frame.cache.form(), any(_masked(frame)), _adapter(frame)
+        form, masked, adapter = frame.cache.form(), _masked(frame), _adapter(frame)
         return cls(plan, frame.drafter is not None, rows, end, form, shapes, pick, masked, adapter)
 
 
@@ -101,7 +100,7 @@ def recorded(
     drafts: Drafts,
     limits: mx.array | None = None,
     *,
-    keys: list[mx.array],
+    keys: mx.array,
     starts: Any,
     allowed: mx.array | None,
 ) -> tuple[Any, CacheArrays]:
@@ -125,7 +124,7 @@ def recorded_choice(
     limits: mx.array | None,
     masks: Masks,
     *,
-    keys: list[mx.array],
+    keys: mx.array,
 ) -> Run:
     """Choose tokens, as the key `kind` describes; `mx.compile` records this function."""
     model = model_ref()
@@ -133,13 +132,10 @@ def recorded_choice(
     return choose(model, _members(kind.pick, keys), Passed(*passed), limits, masks)
 
 
-def _members(pick: Pick, keys: list[mx.array]) -> list[Single]:
+def _members(pick: Pick, keys: mx.array) -> list[Single]:
     options, logprobs, draft_sampling = pick
-    return [Single(Picker(options, logprobs=logprobs, key=key, draft_sampling=draft_sampling)) for key in keys]
-
-
-def _masked(frame: Frame) -> tuple[bool, ...]:
-    return tuple(member is not None and member.picker.matcher is not None for member in frame.members)
+    made = partial(Picker, options, logprobs=logprobs, draft_sampling=draft_sampling, step_keys=keys)
+    return [Single(made(key=keys[i])) for i in range(len(keys))]
 
 
 class Record(NamedTuple):
@@ -265,7 +261,7 @@ class Compiled:
         pick, found = _pick(frame), None
         if pick is not None and self.choice.on:
             given = passed.drafts is not None, limits is not None
-            kind = ChoiceKind(tuple(passed.hidden.shape), pick, _masked(frame), *given, _adapter(frame))
+            kind = ChoiceKind(tuple(passed.hidden.shape), pick, *given, _adapter(frame))
             found = self.recall(frame.model, kind, recorded_choice, HELD, stats)
         if found is None:
             return choose(frame.model, frame.members, passed, limits, masks)
@@ -319,10 +315,14 @@ def _adapter(frame: Frame) -> str | None:
     return frame.model.runtime.adapters.selected
 
 
-def _keys(frame: Frame) -> list[mx.array]:
-    """Return the random key of each row; a free slot has another row's."""
+def _masked(frame: Frame) -> bool:
+    return any(member is not None and member.picker.matcher is not None for member in frame.members)
+
+
+def _keys(frame: Frame) -> mx.array:
+    """Return the random key of each row, uint32 [n, 2]; a free slot has another row's."""
     first = next(member for member in frame.members if member)
-    return [(member or first).picker.key for member in frame.members]
+    return keys_of([(member or first).picker for member in frame.members])
 
 
 def _state(model: Target) -> list:

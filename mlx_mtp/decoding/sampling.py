@@ -68,6 +68,7 @@ class Picker:
     sampler:    the user's, logprobs [1, V] -> token [1]; MLX's random state is then the draw's key. None: `options`.
     processors: mlx-lm's logits processors, (tokens [T], logits [1, V]) -> logits [1, V], or `LogitRules`.
     key:        uint32 [2]; the draw at position t uses `key_at(key, t)`.
+    step_keys:  in a recorded step the keys of all its sequences, uint32 [n, 2], which contain this one.
     draft_sampling: how drafts are chosen, of DRAFT_SAMPLING; see `draft_sampling.py`.
     matcher: follows the answer through its grammar and makes the masks of allowed tokens; None without a grammar.
     """
@@ -79,6 +80,7 @@ class Picker:
     key: mx.array = field(default_factory=lambda: mx.array([0, 0], mx.uint32))
     draft_sampling: str = "coupled"
     matcher: Matcher | None = None
+    step_keys: mx.array | None = None
 
     @property
     def by_head(self) -> bool:
@@ -126,6 +128,13 @@ def key_at(key: mx.array, position: Any) -> mx.array:
     return key + mx.pad(mx.array(position).reshape(1).astype(mx.uint32), (1, 0))
 
 
+def keys_of(pickers: Sequence[Picker]) -> mx.array:
+    """Return the keys of a step's sequences, uint32 [n, 2], without a launch."""
+    if (keys := pickers[0].step_keys) is not None:
+        return keys
+    return mx.array(np.stack([np.array(picker.key) for picker in pickers]))
+
+
 def random_key(seed: int | None) -> mx.array:
     """Return a base key, uint32 [2], made from the seed; for None drawn from this thread's MLX random state."""
     if seed is None:
@@ -133,5 +142,6 @@ def random_key(seed: int | None) -> mx.array:
         # Evaluated here: the thread's next draw happens outside of this turn.
         drawn, _ = (np.array(array) for array in (key, *_random_state()))
         return mx.array(drawn)
-    # Hashed: otherwise neighbouring seeds would share keys at neighbouring positions.
-    return mx.random.split(mx.random.key(seed))[0]
+    # Hashed: otherwise neighbouring seeds would share keys at neighbouring positions. On the CPU `keys_of` reads it
+    # without a wait for the GPU.
+    return mx.random.split(mx.random.key(seed), stream=mx.cpu)[0]

@@ -47,8 +47,7 @@ class Seating:
     thread: Executor
     stopping: bool
     defers: bool
-    drafts_evaluated: bool
-    reread = False
+    drafts_evaluated = reread = False
 
     @property
     def cache(self) -> StepCache: ...

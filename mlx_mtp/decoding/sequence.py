@@ -40,11 +40,11 @@ class Sequence:
     k: int
     max_lookup: int
     stats: Stats
-    longest: int = 0
-    uid: int = 0
+    longest: int
+    uid: int
     history: TokenHistory = field(default_factory=TokenHistory)
-    base: int = 0
-    next_base: int = 0
+    base: int = field(init=False)
+    next_base: int = field(init=False)
     slot: int = -1
     finished: bool = False
     reason: str | None = None

@@ -77,7 +77,9 @@ def read_rows(frame: Frame, run: Run, drafts: Drafts) -> Passed:
     return Passed(model.hidden(rows, cache.layers), position, drafts.tokens, drafts.each)
 
 
-def choose(model: Target, members: Members, passed: Passed, limits: mx.array | None = None, masks: Masks = ()) -> Run:
+def choose(
+    model: Target, members: Members, passed: Passed, limits: mx.array | None = None, masks: Masks = None
+) -> Run:
     """Return the run of the target's own tokens after rows it has read, with accepted drafts, at most `limits`."""
     hidden, position, drafted = passed[:3]
     tokens, logprobs = pick(model, hidden, position, drafted, members, masks)

@@ -6,8 +6,8 @@ The public function runs the kernel on Metal, else the reference. The bodies are
 
 from ._blocks import BLOCK_FORMATS, block_mode, block_product, block_scales, dequantized_blocks, quantized_blocks
 from ._first_launch import KernelRefused, Refusal, all_ran, drop_new, launched, out_of_memory, run_again, run_new
-from ._matrix import matrix_rows, take_order
-from ._quantized import Quantized, served, splits, stock_product
+from ._matrix import has_twin, matrix_rows, take_order
+from ._quantized import SPLIT_ROWS, Quantized, served, splits, stock_product
 from ._routing import Routing, route_ref
 from ._source import on_metal, padded, source_bytes
 from .add_norm import add_norm, add_norm_ref
@@ -17,7 +17,7 @@ from .delta_inputs import DeltaInputs, Gates, delta_inputs, delta_inputs_ref
 from .gated_delta_verify import gated_delta_verify, gated_delta_verify_ref
 from .gated_norm import gated_norm, gated_norm_ref
 from .mamba2_verify import mamba2_verify, mamba2_verify_ref
-from .matrix_order import MatrixOrder, matrix_orders, matrix_sums, metal_sum
+from .matrix_order import MatrixOrder, matrix_orders, metal_sum
 from .matrix_products import matrix_gemv, matrix_glu, matrix_heads, matrix_qmm
 from .norm_rope import RopeArguments, norm_rope, norm_rope_ref
 from .verify_attention import attention_served, attention_splits, verify_attention, verify_attention_ref

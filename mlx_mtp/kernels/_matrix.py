@@ -51,7 +51,8 @@ def matrix_tile(m: int, n: int, weights: Quantized | mx.array, most: int = ROWS_
     if (rows := matrix_rows(m)) <= TWIN_ROWS:
         spills = rows == TWIN_ROWS and isinstance(weights, mx.array)
         return MatrixTile(rows, 32 if rows == 1 else 8 if spills else 16)
-    return MatrixTile(min(rows, most), 32 if n >= TALL else 16)
+    spills = rows > SIDE and isinstance(weights, Quantized) and weights.bits not in (4, 8)
+    return MatrixTile(min(rows, most), 32 if n >= TALL and not spills else 16)
 
 
 def weight_inputs(weights: Quantized | mx.array, dtype: mx.Dtype) -> tuple[dict[str, mx.array], dict[str, object]]:

@@ -96,6 +96,11 @@ def _made(
 
 
 @functools.cache
+def inverse(temp: float) -> float:
+    """Return 1 / temp, at least the least normal float32: 0 would make a NaN of a removed token's logit."""
+    return max(1.0 / temp, 2.0**-126)
+
+
 def constants(dtype: mx.Dtype, *values: float) -> mx.array:
     """Return an array [len(values)] of the values, created once; launches of every layer and step read it.
 

@@ -97,7 +97,6 @@ def _completing(words: Words, paths: Paths, i: int, rows: int) -> mx.array:
     start, size, first, end = words.entries[i].T
     length = paths.tails.shape[1]
     far = mx.arange(1, length + 1)  # distances from the end, of each byte of a key
-    keys = words.keys[mx.maximum(start[:, None] + size[:, None] - far, 0)]
     own = mx.zeros(1, mx.int32) if paths.drafts is None else mx.pad(paths.drafts[i], (0, 1))  # the last has no effect
     starts = words.starts[own]
     before = mx.cumsum(words.starts[own + 1] - starts, inclusive=False)  # bytes of the drafts before each row
@@ -106,8 +105,11 @@ def _completing(words: Words, paths: Paths, i: int, rows: int) -> mx.array:
     found = words.texts[mx.maximum(starts[mx.maximum(draft, 0)] + at - before[mx.maximum(draft, 0)], 0)]
     found = mx.where(at < 0, paths.tails[i][mx.clip(length + at, 0, length - 1)], found)
     valid = at >= -paths.tail_sizes[i]
-    equal = ((found == keys[:, None]) & valid) | (far > size[:, None])[:, None]
-    matches = equal.all(axis=-1).T.astype(mx.int32)
+    matches = mx.ones((rows, size.size), mx.bool_)
+    for j in range(length):  # a byte of all entries at a time: memory does not grow with the longest one
+        key = words.keys[mx.maximum(start + size - j - 1, 0)]
+        matches = matches & (((found[:, j, None] == key) & valid[:, j, None]) | (j >= size))
+    matches = matches.astype(mx.int32)
     ends = mx.zeros((rows, words.starts.size + 1), mx.int32)
     return mx.cumsum(ends.at[:, first].add(matches).at[:, end].subtract(matches), axis=1)[:, words.rank] > 0
 

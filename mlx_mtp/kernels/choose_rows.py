@@ -7,11 +7,11 @@ from typing import Protocol
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
-from ._source import DTYPES, launch, on_metal
+from ._source import DTYPES, inverse, launch, on_metal
 
 LOW = {mx.float32: 0, mx.float16: 13, mx.bfloat16: 16}  # bits of a float32 that a logit's type lacks
 THREADS = 1024  # maximum per row
-LEAST_SPECIAL = 8  # MLX passes fewer values in constant memory
+LEAST_VALUES = 8  # MLX passes fewer values in constant memory
 
 
 class RowOptions(Protocol):
@@ -68,7 +68,7 @@ def draw_rows_ref(logits: mx.array, options: RowOptions, key: mx.array, position
     keys = mx.vmap(mx.random.split)(key + mx.stack([mx.zeros_like(at), at], axis=-1))
     logprobs = filtered(logits - mx.logsumexp(logits, axis=-1, keepdims=True), options, keys[:, 0])
     noise = mx.vmap(lambda key: mx.random.gumbel((vocab_size,), key=key))(keys[:, 1])
-    return mx.argmax(logprobs.astype(mx.float32) * (1.0 / options.temp) + noise, axis=-1).astype(mx.int32)
+    return mx.argmax(logprobs.astype(mx.float32) * inverse(options.temp) + noise, axis=-1).astype(mx.int32)
 
 
 def choose_rows_ref(logits: mx.array, samplings: Sequence[RowOptions], key: mx.array, position: mx.array) -> mx.array:
@@ -86,7 +86,7 @@ def option_row(options: RowOptions) -> tuple[float, ...]:
     top_p = options.top_p if 0 < options.top_p < 1 else 1.0
     log_min_p = math.log(options.min_p) if options.min_p > 0 else -math.inf
     xtc = options.xtc_probability, options.xtc_threshold
-    return 1.0 / options.temp, top_p, log_min_p, options.min_tokens_to_keep, *xtc, options.top_k, 0
+    return inverse(options.temp), top_p, log_min_p, options.min_tokens_to_keep, *xtc, options.top_k, 0
 
 
 def choose_rows(
@@ -98,15 +98,17 @@ def choose_rows(
     + [0, position + r]: the first half of its split decides whether XTC applies, the second is the noise's.
     Filters are mlx-lm's, in its order: top_p, min_p, XTC, top_k; the probabilities are of float32 logits at
     temperature 1, and of equal logits top_k and min_tokens_to_keep keep the lowest tokens. Greedy rows have none.
-    A NaN is never chosen; if nothing is greater than -infinity, the token is 0. Without Metal, and unless `fused`,
+    Of logits so large that scores have no bits for the noise, the greatest is subtracted. A NaN is never chosen; if
+    nothing is greater than -infinity, the token is 0. Without Metal, unless `fused`, and for fewer than 8 logits
     `choose_rows_ref` runs.
     """
-    if not (fused and on_metal() and logits.dtype in DTYPES):
+    if not (fused and on_metal() and logits.dtype in DTYPES and logits.size >= LEAST_VALUES):
         return choose_rows_ref(logits, samplings, key, position)
     n, rows, vocab_size = logits.shape
     threads = min(THREADS, 32 * -(-vocab_size // 32))
-    specials = max(LEAST_SPECIAL, *(len(options.xtc_special_tokens) for options in samplings))
-    special = [(*o.xtc_special_tokens, *[-1] * (specials - len(o.xtc_special_tokens))) for o in samplings]
+    kept = [tuple(options.xtc_special_tokens) if options.xtc_probability > 0 else () for options in samplings]
+    specials = max(LEAST_VALUES, *map(len, kept))
+    special = [(*tokens, *[-1] * (specials - len(tokens))) for tokens in kept]
     inputs = {"logits": logits, "key": key, "position": position.view(mx.uint32)}
     inputs["options"] = mx.array([number for options in samplings for number in option_row(options)], mx.float32)
     inputs["special"] = mx.array([token for tokens in special for token in tokens], mx.int32)

@@ -21,7 +21,7 @@ Product = tuple[float, float]
 TYPES = (mx.float32, mx.float16, mx.bfloat16)  # of the operands, in the order of the kernel's output
 C = 8  # the place of c in a sum, after those of the products
 ZERO, ONE = (0.0, 0.0), (1.0, 1.0)
-SIGNATURE, SQUARES, QUARTERS = slice(36), slice(72, 136), slice(136, 280)  # parts of `probe_sums`
+SIGNATURE, SQUARES, QUARTERS = slice(72), slice(72, 136), slice(136, 280)  # parts of `probe_sums`
 
 
 def in_turn(*terms: Tree) -> Tree:
@@ -48,7 +48,7 @@ class MatrixOrder(NamedTuple):
     name: of ORDERS; "" if no order has these sums. fused: whether products are added without being rounded; True for
     types of 16 bits, whose products are exact in float32. rounding: of each addition to float32, "nearest" or
     "truncated" (toward zero), or "wide" if all nine terms are added exactly and then rounded once, in no order.
-    signature: the first 36 of `probe_sums`, for a report; only with an unknown arithmetic.
+    signature: the first 72 of `probe_sums`, for a report; only with an unknown arithmetic.
     """
 
     name: str
@@ -84,13 +84,15 @@ def _kinds() -> Iterator[list[float]]:
     for sign in (1.0, -1.0):  # three quarters of the last place of one, which truncation drops
         yield from (one_sum(ZERO, {i: (sign, 1.0), j: (1.5 * 2.0**-12, sign * 2.0**-12)}) for i, j in both)
     yield from (one_sum(ZERO, {i: ONE, j: (2.0**-12, 2.0**-12)}) for i, j in pairs)  # halves of it: ties
+    yield one_sum(ZERO, {0: (1 + 2.0**-10, 1.0)})  # one in bfloat16: each type is that of its operands
 
 
 @functools.cache
 def probe_sums() -> np.ndarray:
-    """Return sums [n, 17] (a[8], b[8], c) whose results differ between candidates, n a multiple of 8.
+    """Return sums [n, 17] (a[8], b[8], c) that distinguish the candidates, n a multiple of 8.
 
-    The first 36 have 2^30 and -2^30 at each pair of places and ones elsewhere. Every sum is exact in float64.
+    The first 36 have 2^30 and -2^30 at each pair of places and ones elsewhere, the next 36 2^24 and -2^24. Every sum
+    is exact in float64.
     """
     found = [*_kinds()]
     return np.array([*found, *[one_sum(ZERO, {})] * (-len(found) % 8)])

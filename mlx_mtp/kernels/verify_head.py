@@ -23,7 +23,7 @@ from ._quantized import (
     stock_product,
 )
 from ._quantized import supported as supported_format
-from ._source import DTYPES, Maybe, constants, launch, on_metal, row_groups
+from ._source import DTYPES, Maybe, constants, inverse, launch, on_metal, row_groups
 from .change_logits import masked
 from .verify_gemv import supported as supported_product
 
@@ -35,7 +35,7 @@ MOST_TOP = 64
 DENSE_ROWS = 16  # rows whose sums a thread keeps for unquantized weights; quantized ones need more sums per row
 LOGITS = 4096  # maximum logits in a threadgroup's memory
 SIMDGROUPS = 8  # per threadgroup
-UNREAD = (mx.uint32, 0, 0), (mx.uint32, 0), (mx.float32, 0.0)  # the Noise where nothing is drawn
+UNREAD: tuple[Any, ...] = (mx.uint32, 0, 0), (mx.uint32, 0), (mx.float32, 0.0)  # the Noise where nothing is drawn
 LEAST_COLUMNS = 8  # MLX passes a smaller bias in constant memory
 
 
@@ -55,7 +55,7 @@ def draw_ref(logits: mx.array, key: mx.array, position: Any, temp: float) -> mx.
     rows = mx.array(position).reshape(1).astype(mx.uint32) + mx.arange(len(logits), dtype=mx.uint32)
     keys = mx.vmap(mx.random.split)(key + mx.stack([mx.zeros_like(rows), rows], axis=1))[:, 1]
     noise = mx.vmap(lambda dice: mx.random.gumbel(logits.shape[1:], key=dice))(keys)
-    return mx.argmax(logits.astype(mx.float32) * (1.0 / temp) + noise, axis=-1).astype(mx.int32)
+    return mx.argmax(logits.astype(mx.float32) * inverse(temp) + noise, axis=-1).astype(mx.int32)
 
 
 def top_ref(logits: mx.array, n: int) -> Top:
@@ -105,9 +105,9 @@ def _verify_head_metal(
     """
     x = x.astype(_dtype(x, weights, bias))
     m, tiles = x.shape[0], -(-_columns(weights) // tile(n))
-    key, position, inverse = noise or [constants(*unread) for unread in UNREAD]
+    key, position, scale = noise or [constants(*unread) for unread in UNREAD]
     more = {"bias": x if bias is None else bias.astype(x.dtype), "key": key}
-    more |= {"position": position, "inverse": inverse, "n": constants(mx.int32, n)}
+    more |= {"position": position, "inverse": scale, "n": constants(mx.int32, n)}
     more["mask"] = constants(mx.int32, 0).reshape(1, 1) if mask is None else mask
     outputs = {"values": ((m, tiles, n + with_sum), mx.float32), "indices": ((m, tiles, n), mx.int32)}
     template = {"TILE": tile(n), "BIAS": bias is not None, "MASK": mask is not None, "SUM": with_sum}
@@ -215,7 +215,7 @@ def verify_head_draw(
         raise ValueError(f"temp={temp}: allowed is more than 0")
     if not (on_metal() and supported(x, weights, bias)):
         return draw_ref(masked(logits_ref(x, weights, bias), mask), key, position, temp)
-    noise = (key, mx.array(position).reshape(1).astype(mx.uint32), constants(mx.float32, 1.0 / temp))
+    noise = (key, mx.array(position).reshape(1).astype(mx.uint32), constants(mx.float32, inverse(temp)))
     return _verify_head_metal(x, weights, bias, noise=noise, mask=mask, split=split, matrix=matrix)[1][:, 0]
 
 

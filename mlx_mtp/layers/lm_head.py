@@ -69,11 +69,6 @@ class LMHeadSite(Site):
 class OwnHead(LMHeadSite):
     """An LM head with our kernel's bits (see `products.OwnStack`); trials compare the greatest logits, [M, 1]."""
 
-    def __init__(self, module: Any, *, matrix: bool = False):
-        super().__init__(module)
-        if matrix:
-            self.matrix, self.op = True, "matrix_head"
-
     def splits(self, rows: int) -> bool:
         return not self.matrix and super().splits(rows)
 
@@ -129,15 +124,15 @@ class NormedRows:
         return top_ref(self.head.logits(self.x), n)
 
 
-def place_heads(model: Any, *, matrix: bool = False) -> list[LMHeadSite]:
+def place_heads(model: Any) -> list[LMHeadSite]:
     """Create a site, off, as `choice` of each LM head of the model and its MTP heads; return the sites.
 
     Tied embeddings count as LM heads, and a module shared by several gets one site. Modules whose class or format
-    the kernels do not support get none. matrix: for the lane `matrix`.
+    the kernels do not support get none.
     """
     found = {id(module): module for module in map(model.unembedding, (None, *range(len(model.mtp))))}
     served = [module for module in found.values() if isinstance(module, KINDS) and known_format(module)]
-    sites = [OwnHead(m, matrix=matrix) if matrix or is_blocks(m) else LMHeadSite(m) for m in served]
+    sites = [OwnHead(m) if is_blocks(m) else LMHeadSite(m) for m in served]
     for site in sites:
         site.module.choice = site
     return sites

@@ -89,11 +89,6 @@ class OwnPerHead(PerHead):
 
     own_bits = True
 
-    def __init__(self, module: Any, *, heads_first: bool, matrix: bool = False):
-        super().__init__(module, heads_first=heads_first)
-        if matrix:
-            self.matrix, self.op = True, "matrix_heads"
-
     def splits(self, rows: int) -> bool:
         return not self.matrix and splits(rows)
 

@@ -131,11 +131,6 @@ class OwnStack(Stack):
     own_bits = True
     truth = Stack.in_float32
 
-    def __init__(self, modules: Sequence[Any], *, matrix: bool = False):
-        super().__init__(modules)
-        if matrix:
-            self.matrix, self.op = True, "matrix_qmm"
-
     def splits(self, rows: int) -> bool:
         return not self.matrix and splits(rows)
 
@@ -180,11 +175,6 @@ class OwnGLU(GLU):
     """A GLU with our kernel's bits (see `OwnStack`); trials compare with a GLU in float32."""
 
     own_bits = True
-
-    def __init__(self, mlp: Any, *, matrix: bool = False):
-        super().__init__(mlp)
-        if matrix:
-            self.matrix, self.op = True, "matrix_glu"
 
     def splits(self, rows: int) -> bool:
         return not self.matrix and splits(rows)
@@ -238,7 +228,7 @@ class Dense(Site):
 class OwnDense(Dense):
     """A Dense in the lane `matrix`: its rows have our kernel's bits."""
 
-    op, matrix, own_bits = "matrix_gemv", True, True
+    own_bits = True
     candidates = (1, *VERIFY_ROWS)
 
     @staticmethod

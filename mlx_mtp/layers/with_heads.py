@@ -18,7 +18,17 @@ TUNED = MTPSpec(
     numbered="zero",
     tensors=tuple((name, name) for name in ("enorm", "hnorm", "eh_proj", "block", "norm", "d2t")),
 )
+DEFAULT_DRAFTS = 2  # of a recycled head, whose acceptance falls with each draft
 MAX_RECYCLED = 15  # maximum drafts of one recycled MTP head: a cycle's rows must fit into a ring's slack
+
+
+def default_draft_tokens(model: Any) -> int:
+    """Return the default of num_draft_tokens: the drafter's `usual`, else one per head but at least DEFAULT_DRAFTS.
+
+    At most the model's maximum: 1 with one head that is not recycled, 0 without a drafter.
+    """
+    own = getattr(getattr(model, "drafter", None), "usual", 0)
+    return min(model.max_draft_tokens, own or max(DEFAULT_DRAFTS, len(model.mtp)))
 
 
 class WithHeads:

@@ -6,7 +6,8 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,14 @@ def cache_directory(kind: str = "trials") -> Path:
 def file_of(directory: Path, facts: Mapping[str, Any]) -> Path:
     """Return the path of the JSON file for these facts, which is named by their hash."""
     return directory / f"{digest([json.dumps(facts, sort_keys=True)])[:32]}.json"
+
+
+def newest(kind: str) -> Iterator[Any]:
+    """Yield the JSON values in the files of a kind, the newest file first; unreadable files are left out."""
+    with suppress(OSError, RuntimeError):
+        for file in sorted(cache_directory(kind).glob("*.json"), key=lambda file: -file.stat().st_mtime):
+            with suppress(OSError, ValueError):
+                yield json.loads(file.read_text())
 
 
 class RememberedFile:

@@ -87,20 +87,35 @@ class PrefixTree:
         other: "PrefixTree | None" = None,
     ):
         self.blank, self.chunking, self.limit, self.max_buffers = blank, chunking, limit, max_buffers
-        self.root, self.size = Chunk(), Counter[str]()  # bytes, buffers and chunks of this tree
+        self._lane = blank.model.runtime.lane
+        self.clear()
         self.trees: list[PrefixTree] = other.trees if other else []
         self.trees.append(self)
         self.adapted = adapters_now(blank.model)
         self._now = 0.0
         self.is_stateless = all(has_rows(c) for c in blank.caches)
 
-    @cached_property
+    @property
+    def root(self) -> Chunk:
+        """The empty chunk at the start of all sequences; a change of the model's lane drops those of the other."""
+        if self._lane != (lane := self.blank.model.runtime.lane):
+            self._lane = lane
+            self.clear()
+        return self._root
+
+    @property
     def identity(self) -> str:
         """SHA-256, in hexadecimal, of everything except the tokens that determines the bits of a chunk."""
+        lane = self.blank.model.runtime.lane
+        return hashlib.sha256(repr((*self._facts, *([] if lane == "exact" else [lane]))).encode()).hexdigest()
+
+    @cached_property
+    def _facts(self) -> tuple:
+        """All facts of `identity` except the lane."""
         blank, device = self.blank, mx.device_info()
         with self.adapted():
             model = [fingerprint(blank.model, heads=heads) for heads in ([False, True] if blank.heads else [False])]
-        facts = (
+        return (
             model,
             [c.config for c in blank.caches],
             blank.quantizing and asdict(blank.quantizing),
@@ -110,7 +125,6 @@ class PrefixTree:
             (str(mx.default_device()), device.get("architecture"), device.get("device_name")),
             os.environ.get("LD_PRELOAD"),  # another BLAS may round differently
         )
-        return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     @property
     def nbytes(self) -> int:
@@ -269,7 +283,7 @@ class PrefixTree:
 
     def clear(self) -> None:
         """Remove all chunks of this tree."""
-        self.root, self.size = Chunk(), Counter()
+        self._root, self.size = Chunk(), Counter[str]()  # bytes, buffers and chunks of this tree
 
     def _count(self, chunk: Chunk, sign: int = 1) -> None:
         """Add the size of a chunk to the tree's, or subtract it with sign -1."""

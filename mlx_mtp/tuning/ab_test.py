@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import mean
 
 import mlx.core as mx
 
@@ -128,7 +129,7 @@ def _check_bits(trial: KernelTrial, layer: int, x: mx.array, draw: int) -> None:
     """
     ours, stock = trial.pairs[layer]
     alone = trial.alone[layer] if trial.alone else partial(_row_by_row, ours if trial.truth else stock)
-    expected = _of_kernel(alone, x) if trial.truth else alone(x)
+    expected = outputs_of(alone, x) if trial.truth else alone(x)
     mx.eval(expected)
     every, spoiled = range(trial.rows), _spoiled(trial.rows, draw)
     name, value = (("NaN", math.nan), ("infinity", math.inf))[draw % 2]
@@ -144,7 +145,7 @@ def _check_error(ours: TimedOp, stock: TimedOp, truth: TimedOp, x: mx.array) -> 
     Errors are root mean squares over the row, against the result in float32 of `truth`.
     """
     exact = [y.astype(mx.float32) for y in truth(x)]
-    for y, stock_y, t in zip(_of_kernel(ours, x), stock(x), exact, strict=True):
+    for y, stock_y, t in zip(outputs_of(ours, x), stock(x), exact, strict=True):
         roundings = ROUNDINGS[y.dtype.size] * mx.finfo(y.dtype).eps * _rms(t)
         errors, limits = _rms(y - t), mx.maximum(2 * _rms(stock_y - t), roundings)
         for i, (error, limit) in enumerate(zip(errors.tolist(), limits.tolist(), strict=True)):  # type: ignore
@@ -162,7 +163,7 @@ def _row_by_row(op: TimedOp, x: mx.array) -> list[mx.array]:
     return [mx.concatenate(list(parts)) for parts in zip(*rows, strict=True)]
 
 
-def _of_kernel(ours: TimedOp, x: mx.array) -> list[mx.array]:
+def outputs_of(ours: TimedOp, x: mx.array) -> list[mx.array]:
     """Return a kernel's outputs, evaluated; raises WrongKernel if it raises."""
     try:
         outputs = list(ours(x))
@@ -189,7 +190,7 @@ def _compare(ours: TimedOp, x: mx.array, expected: Sequence[mx.array], rows: Seq
 
     Any two NaN are equal. how: the text after "row 2 of 4" in the message.
     """
-    outputs = _of_kernel(ours, x)
+    outputs = outputs_of(ours, x)
     kinds = [[(a.shape, str(a.dtype)) for a in arrays] for arrays in (outputs, expected)]
     if kinds[0] != kinds[1]:
         raise WrongKernel(f"gives {kinds[0]} where {kinds[1]} is expected")
@@ -211,21 +212,30 @@ def time_pair(trial: KernelTrial) -> float:
     the ratio towards 1. The fastest chains are compared, because other work on the machine only adds time.
     """
     x = trial.x(0)
-    sides = tuple(zip(*trial.pairs, strict=True))
-    probe = min(len(trial.pairs), 8)
+    ours, stock = chain_times([(side, x) for side in zip(*trial.pairs, strict=True)])
+    return stock / ours
+
+
+def chain_times(sides: Sequence[tuple[Sequence[TimedOp], mx.array]], budget: float = math.inf) -> list[float]:
+    """Return the seconds of an op of each side, measured in alternating chains, the mean of the fastest.
+
+    sides: the op of each layer, and its x. budget: seconds after which no further round of chains begins.
+    """
+    probe, end = min(len(sides[0][0]), 8), time.perf_counter() + budget
     for side in sides:
-        _chain_seconds(side, x, 0, probe)  # compiles
-    slower = max(_chain_seconds(side, x, 0, probe) for side in sides)
+        _chain_seconds(*side, 0, probe)  # compiles
+    slowest = max(_chain_seconds(*side, 0, probe) for side in sides)
     shortest, longest = CHAIN_STEPS
-    steps = max(shortest, min(longest, round(CHAIN_SECONDS * probe / slower)))
-    spent: tuple[list[float], list[float]] = ([], [])
+    steps = max(shortest, min(longest, round(CHAIN_SECONDS * probe / slowest)))
+    spent: list[list[float]] = [[] for _ in sides]
     start = 0
     for i in range(CHAINS):
-        for side in (0, 1) if i % 2 else (1, 0):
-            spent[side].append(_chain_seconds(sides[side], x, start, steps))
+        if i and time.perf_counter() >= end:
+            break
+        for side in range(len(sides)) if i % 2 else reversed(range(len(sides))):
+            spent[side].append(_chain_seconds(*sides[side], start, steps))
             start += steps  # other layers, whose weights are not in a cache
-    ours, stock = (sum(sorted(times)[:FASTEST]) for times in spent)
-    return stock / ours
+    return [mean(sorted(times)[:FASTEST]) / steps for times in spent]
 
 
 def _chain_seconds(ops: Sequence[TimedOp], x: mx.array, start: int, steps: int) -> float:

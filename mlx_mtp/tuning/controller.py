@@ -9,15 +9,23 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, chain, islice, repeat, zip_longest
+from itertools import accumulate, zip_longest
 from operator import mul
 from types import MappingProxyType
 
-from .costs import ALLOWANCE, DECAY, PRIOR_WEIGHT, Costs, Growth, dense
+from .costs import (
+    ALLOWANCE,
+    DECAY,
+    PRIOR_ACCEPTANCE,
+    PRIOR_WEIGHT,
+    Costs,
+    Growth,
+    accepted_shares,
+    dense,
+)
 from .plan import NAMES, PLAIN, SHORTEST, Cycle, Plan, PlanEstimate, Role, ladder
 
 EARNED = 0.013  # plain steps that each plain step adds to the budget
-PRIOR_ACCEPTANCE = 0.6  # share of accepted drafts before any was verified
 PRIOR_FORCED = 0.95  # the same of a grammar's drafts
 UNLIKELY, FORGET = 0.01, 0.3  # probability of misses that show a change, and the factor of the counts before them
 DRAFT_BONUS, PLAIN_BONUS = 0.25, 0.7  # shares of the rate that are added without measurements
@@ -226,12 +234,9 @@ class Controller:
         return PlanEstimate(plan, tokens, steps, spared=spared)
 
     def _rates(self, kind: str, depths: int) -> list[float]:
-        """Return the estimated share of accepted drafts of a kind at each depth, if all before were accepted."""
-        p, rates = PRIOR_FORCED if kind == self.names[Role.GRAMMAR] else PRIOR_ACCEPTANCE, []
-        for right, seen in islice(chain(self.costs.counts.get(kind, []), repeat((0.0, 0.0))), depths):
-            p = (PRIOR_WEIGHT * p + right) / (PRIOR_WEIGHT + seen)
-            rates.append(p)
-        return rates
+        """Return the `accepted_shares` of a kind of drafts."""
+        prior = PRIOR_FORCED if kind == self.names[Role.GRAMMAR] else PRIOR_ACCEPTANCE
+        return accepted_shares(self.costs.counts.get(kind, []), depths, prior)
 
     def _count(self, kind: str, *pairs: tuple[float, float]) -> None:
         """Add (accepted, verified) per depth to the counts of a kind of drafts; older counts decay.

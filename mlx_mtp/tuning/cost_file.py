@@ -2,12 +2,14 @@
 
 import math
 import os
+from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from .._version import __version__
-from ..machine.remembered import RememberedFile, machine
+from ..machine.remembered import RememberedFile, digest, machine, newest
 from .costs import ALLOWANCE, RESUME_ROWS, Costs
 from .plan import PLAIN, Plan
 from .verdict_file import MLX_VERSION
@@ -20,8 +22,8 @@ MAX_ROW_STEPS = 10  # plain steps per row above which a cycle was disturbed, as 
 class RememberedCosts:
     """The cost file of one model on one machine, device and environment, with these versions of MLX and mlx_mtp.
 
-    model: a fingerprint of the model, its heads and their quantization. kernels: the setting of the kernels, which
-    change the cost of a row.
+    model: a fingerprint of the model, its heads and their quantization. kernels: the lane and the kernels that are
+    on, which change the cost of a row.
     """
 
     def __init__(self, model: str, kernels: str):
@@ -53,6 +55,24 @@ class RememberedCosts:
         Warns, once per process, if the file cannot be written.
         """
         self._file.keep(costs=costs and to_json(costs), compiled=compiled)
+
+
+def shapes_of(model: Any) -> str:
+    """Return a fingerprint of the names and shapes of a model's parameters."""
+    arrays: Any = tree_flatten(model.parameters())
+    return digest(f"{name} {array.shape}" for name, array in arrays)
+
+
+def learned_counts(model: str) -> dict[str, list[list[float]]]:
+    """Return the acceptance counts of a model's newest cost file, {} without one.
+
+    They depend on neither kernels nor versions, so these may differ. model: as in `RememberedCosts`.
+    """
+    for kept in newest("costs"):
+        with suppress(ValueError, LookupError, TypeError):
+            if kept["facts"]["model"] == model and (counts := from_json(kept["costs"]).counts):
+                return counts
+    return {}
 
 
 def backend() -> dict[str, Any]:

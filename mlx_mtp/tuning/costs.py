@@ -10,13 +10,15 @@ those of the octave before; each plan measured in the new one moves the plans th
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, islice, repeat
 
 from .plan import PLAIN, Plan
 
 ALLOWANCE = 3.0  # the budget at the start: plain steps that drafting may lose
 DRAFT_STEPS, ROW_STEPS = 0.25, 0.01  # plain steps of a draft, and of a row of a resuming drafter, before measurements
 RESUME_ROWS = 10  # rows whose cost is the initial cost of resuming
+PRIOR_ACCEPTANCE = 0.6  # share of accepted drafts before any was verified
 DECAY = 0.98  # factor of all weights and counts per cycle
 PACE_SHARE = 0.15  # share of a deviation that is attributed to the pace
 PRIOR_WEIGHT = 0.5  # cycles, or drafts, that an estimate without measurements counts as
@@ -38,6 +40,19 @@ def mixture(experts: int, per_token: int) -> Growth:
     """
     unused = 1 - per_token / experts
     return lambda drafts: unused * (1 - unused**drafts)
+
+
+def accepted_shares(counts: Iterable[Sequence[float]], depths: int, prior: float) -> list[float]:
+    """Return the estimated share of accepted drafts at each depth, if all before were accepted.
+
+    counts: [accepted, verified] per depth. A depth without counts is accepted as often as the one before, the first
+    one `prior` of the times.
+    """
+    p, shares = prior, []
+    for right, seen in islice(chain(counts, repeat((0.0, 0.0))), depths):
+        p = (PRIOR_WEIGHT * p + right) / (PRIOR_WEIGHT + seen)
+        shares.append(p)
+    return shares
 
 
 class Costs:

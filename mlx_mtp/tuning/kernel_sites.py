@@ -1,7 +1,7 @@
 """Add sites to a loaded model: places where a kernel may run instead of a module once it is switched on."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -26,7 +26,6 @@ from ..layers.norm_rope import AttentionForm, NormRope
 from ..layers.products import (
     GLU,
     Dense,
-    OwnDense,
     OwnGLU,
     OwnStack,
     Stack,
@@ -51,31 +50,27 @@ LINEARS = nn.QuantizedLinear, ScaledLinear, BlockLinear
 EMBEDDINGS = nn.QuantizedEmbedding, BlockEmbedding
 KV_BITS, KV_GROUPS = (8, 4), (64, 32)  # of quantized caches; the first group size that divides the head sizes is used
 T = TypeVar("T")
-Make = Callable[..., Site]
 
 
-def place(model: Any, *, matrix: bool = False) -> list[Site]:
-    """Add sites to a port's modules and to its `runtime.sites`, and return them; all kernels are off at first.
-
-    matrix: whether dense products are those of the lane `matrix`; routers' and experts' never are.
-    """
+def place(model: Any) -> list[Site]:
+    """Add sites to a port's modules and to its `runtime.sites`, and return them; all kernels are off at first."""
     modules = [module for _, module in model.named_modules()]
     sites: list[Site] = []
     for module, names in itertools.product(modules, TOGETHER):
         found = [child for name in names if type(child := module.get(name)) in LINEARS]
         for _, alike in itertools.groupby(found, key=_format):
-            sites += _stack(list(alike), matrix)
+            sites += _stack(list(alike))
     for module in modules:
-        sites += _single(model, module, matrix)
+        sites += _single(model, module)
     mixtures = (module for module in modules if type(module) in model.MOE and servable(module))
     sites += [
         *(Recurrence(module, RecurrentCache) for module in modules if isinstance(module, GatedDelta)),
         *(Scan(module, RecurrentCache) for module in modules if isinstance(module, Mamba2)),
         *_attentions(model),
-        *(site for module in modules if isinstance(module, AbsorbedMLA) for site in _per_head(module, matrix)),
+        *(site for module in modules if isinstance(module, AbsorbedMLA) for site in _per_head(module)),
         *(_swap(block, "mixture", Mixture(block), VerifyMoE) for block in mixtures),
         *_sums(model),
-        *place_heads(model, matrix=matrix),
+        *place_heads(model),
     ]
     model.runtime.sites += sites
     return sites
@@ -86,35 +81,30 @@ def _format(linear: Any) -> tuple:
     return *form, SCALE in linear
 
 
-def _stack(linears: Sequence[Any], matrix: bool = False) -> list[Site]:
+def _stack(linears: Sequence[Any]) -> list[Site]:
     """Add one site to linears that read the same x; return it in a list, [] if no kernel supports their format."""
     if not known_format(linears[0], scaled=True):
         return []
-    stack = _site_of(linears[0], Stack, OwnStack, matrix)(linears)
+    stack = (OwnStack if is_blocks(linears[0]) else Stack)(linears)
     for index, linear in enumerate(linears):
         linear.index = index
         _swap(linear, "site", stack, VerifyLinear)
     return [stack]
 
 
-def _site_of(module: Any, usual: Make, own: Make, matrix: bool) -> Make:
-    """Return what makes a quantized module's site: `own` in a block format and in the lane `matrix`, else `usual`."""
-    return partial(own, matrix=matrix) if matrix or is_blocks(module) else usual
-
-
-def _single(model: Any, module: Any, matrix: bool) -> list[Site]:
+def _single(model: Any, module: Any) -> list[Site]:
     """Add the site of a module whose kernel serves this module alone; return it in a list, [] if there is none."""
     kind, tie = type(module), tied(model, module)
     if kind in LINEARS:
-        return _stack([module], matrix)
+        return _stack([module])
     if kind in model.MLP and _is_stacked(module):
-        return [_swap(module, "glu", _site_of(module.gate_proj, GLU, OwnGLU, matrix)(module), VerifyMLP)]
+        return [_swap(module, "glu", (OwnGLU if is_blocks(module.gate_proj) else GLU)(module), VerifyMLP)]
     if kind in EMBEDDINGS and tie and known_format(module):
-        return [_swap(module, "site", _site_of(module, Stack, OwnStack, matrix)([module]), VerifyEmbedding)]
+        return [_swap(module, "site", (OwnStack if is_blocks(module) else Stack)([module]), VerifyEmbedding)]
     if kind in model.ROUTER:
         return [_swap(module, "site", Dense(module), VerifyRouter)]
     dense = {nn.Linear: VerifyLinear, **({nn.Embedding: VerifyEmbedding} if tie else {})}
-    return [_swap(module, "site", (OwnDense if matrix else Dense)(module), dense[kind])] if kind in dense else []
+    return [_swap(module, "site", Dense(module), dense[kind])] if kind in dense else []
 
 
 def tied(model: Any, module: Any) -> bool:
@@ -188,14 +178,14 @@ def _latent(module: Any, chosen: int | None = None) -> Iterator[Site]:
         yield module.placing
 
 
-def _per_head(attention: Any, matrix: bool) -> Iterator[Site]:
+def _per_head(attention: Any) -> Iterator[Site]:
     """Add sites to the quantized per-head products of an attention, one at a time, and yield each.
 
     In memory, the outputs for queries have the head axis first, those for values the row axis.
     """
     for module, heads_first in ((attention.embed_q, True), (attention.unembed_out, False)):
         if type(module) in (QuantizedMultiLinear, BlockMultiLinear) and known_format(module):
-            site = _site_of(module, PerHead, OwnPerHead, matrix)(module, heads_first=heads_first)
+            site = (OwnPerHead if is_blocks(module) else PerHead)(module, heads_first=heads_first)
             yield _swap(module, "site", site, VerifyMultiLinear)
 
 

@@ -1,6 +1,8 @@
 """Switch on the kernels of a loaded model, and list them for the report."""
 
+import math
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,7 +14,7 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from ..cache.layer_cache import CONTEXTS
-from ..kernels import matrix_orders, on_metal, take_order
+from ..kernels import on_metal
 from ..kernels.contraction import take
 from ..layers.attention import VerifyAttention
 from ..layers.blocks import BlockMultiLinear
@@ -28,6 +30,8 @@ from .ab_test import LAYERS, KernelTrial, compile_kernel
 from .kernel_sites import LINEARS, place, tied
 from .kernel_trials import ASKED, DRAWS_OF_FOLLOWING, NOT_TRIED, RIGHT, decide, is_stale
 from .kernel_verdict import KernelVerdict, in_words, off
+from .lane import LaneChoice, chosen_lane, without_matrix
+from .lane_sites import EXACT, MATRIX, enter_matrix, leave_matrix
 from .verdict_file import RememberedVerdicts, TrialFinding, VerdictKey
 
 FIRST_ROWS = 4  # maximum rows of the kernels that a load tries: cycles with up to three drafts
@@ -43,7 +47,8 @@ def switch_on(
 ) -> tuple[Lines, Lines]:
     """Switch on the model's kernels; return the report's lines, and the ops whose bits may depend on the row count.
 
-    lane: None decides by trial; "exact" and "matrix" use every kernel of that lane that is right; "off" uses none.
+    lane: None takes the `chosen_lane` and decides by trial; "exact" and "matrix" use every kernel of that lane that
+    is right; "off" uses none. If a product of "matrix" is wrong, the lane is "exact", with a warning.
     lazy: whether weights are lazy; None then uses no kernel, because a trial would read them. kv_bits: bits of the
     quantized caches that will be used.
     By trial, kernels of the first cycles are decided here, see `try_first`. `runtime.trials` tries others later, and
@@ -59,19 +64,30 @@ def switch_on(
         others = [line for line in others_not_exact(model) if line != FORMATS]
         return (f"none: {why}",), ("all products", *(["the gated delta rule"] if recurrent else []), *others)
     summed = parts_alone(model.modules())  # sites expect the modules of a single machine
-    if lane == "matrix":
-        model.runtime.lane = lane
-        take_order(matrix_orders()["float32"])
-    found = ModelTrials(model, place(model, matrix=model.runtime.lane == "matrix"), kv_bits, lane)
+    sites = place(model)
+    choice = LaneChoice(lane, ASKED) if lane else chosen_lane(model, sites)
+    exact = enter_matrix(model, sites) if choice.lane == MATRIX else []
     for module in summed:
         sum_over(module, module.ranks_group)
-    model.runtime.trials = found
+    found = _decided(model, sites, kv_bits, lane)
+    if exact and (wrong := found.wrong_products()):
+        leave_matrix(model, exact)
+        choice = without_matrix(model, wrong, remembered=lane is None)
+        warnings.warn(str(choice), stacklevel=2)
+        found = _decided(model, sites, kv_bits, lane and EXACT)
+    model.runtime.trials, found.choice = found, choice
+    return found.apply()
+
+
+def _decided(model: Any, sites: Sequence[Site], kv_bits: Collection[int], lane: str | None) -> "ModelTrials":
+    """Return a load's trials, decided, with the same verdicts on all ranks; arguments as of `ModelTrials`."""
+    found = ModelTrials(model, sites, kv_bits, lane)
     if lane is not None:
         found.decide(found.trials)
     elif not model.ranks or model.ranks.rank == 0:
         found.try_first()
     found.agree()
-    return found.apply()
+    return found
 
 
 def switch_on_for_drafts(model: Any, drafts: int) -> None:
@@ -96,7 +112,9 @@ def switch_on_for_batches(model: Any) -> None:
 
 
 def put_on(model: Any, found: "ModelTrials") -> None:
-    """Apply the verdicts of a model's trials to its sites and its report."""
+    """Apply verdicts to a model's sites and report; with a wrong product of "matrix" later loads choose "exact"."""
+    if model.runtime.lane == MATRIX and found.lane is None and (wrong := found.wrong_products()):
+        without_matrix(model, wrong, remembered=True)
     kernels, not_exact = found.apply()
     if model.report and kernels != model.report.kernels:
         model.runtime.note(kernels=kernels, not_exact=not_exact)
@@ -108,18 +126,19 @@ class ModelTrials:
     """All kernel trials of a loaded model and their verdicts, which only `apply` puts into use.
 
     lane: the kernels to use: None for those that a trial finds right and faster, "exact" or "matrix" for all of that
-    lane that are right. batched: whether `try_batch_rows` was called.
+    lane that are right. batched: whether `try_batch_rows` was called. choice: the model's lane, for the report.
     """
 
     def __init__(self, model: Any, sites: Sequence[Site], kv_bits: Collection[int] = (), lane: str | None = None):
         self.model, self.sites, self.dtype, self.lane = model, sites, model.no_hidden().dtype, lane
-        self.batched = False
+        self.batched, self.choice = False, cast(LaneChoice | None, None)
         for site in sites:
             site.asked = site.asked or site.format[0] in kv_bits  # type: ignore[attr-defined]
         self.trials: list[KernelTrial] = []
         self.verdicts: dict[VerdictKey, KernelVerdict] = {}
         self._add(trials(sites, self.dtype))
-        self.remembered = RememberedVerdicts(digest(f"{len(trial.pairs)} {trial.key}" for trial in self.trials))
+        keys = (f"{len(trial.pairs)} {trial.key}" for trial in self.trials)
+        self.remembered = RememberedVerdicts(digest([model.runtime.lane, *keys]))
 
     @classmethod
     def of_sites(cls, model: Any, sites: Sequence[Site]) -> "ModelTrials":
@@ -152,19 +171,21 @@ class ModelTrials:
             self.remembered.add({key: TrialFinding(reason, None, split=split)})
 
     def try_first(self) -> None:
-        """Decide on the kernels of the first cycles, then, if none of these is untried, on others for MORE_SECONDS.
+        """Decide on all products of the lane "matrix", whatever time that takes, and on the kernels of first cycles.
 
-        On others only if findings were stored before. Then compile kernels of up to WARM_ROWS rows that are on by a
-        stored time.
+        If none of these is untried and findings were stored before, decide on others for MORE_SECONDS. Then compile
+        kernels of up to WARM_ROWS rows that are on by a stored time, or are such products.
         """
-        known, first = self.remembered.recall(), [t for t in self.needed() if t.rows <= FIRST_ROWS or t.untimed]
+        known, first = self.remembered.recall(), [t for t in self.needed() if t.rows <= FIRST_ROWS and not t.untimed]
+        if products := [trial for trial in self.trials if trial.untimed]:
+            self.decide(products, budget=math.inf)
         self.decide(first)
         if known and not self.has_untried(first):
             end = time.monotonic() + MORE_SECONDS
             self.try_rest(lambda: time.monotonic() > end)
         for trial in self.needed():
-            timed = known.get(trial.key, RIGHT) != RIGHT and trial.rows <= WARM_ROWS
-            if timed and (verdict := self.verdicts[trial.key]).on:
+            decided = known.get(trial.key, RIGHT) != RIGHT or (known and trial.untimed)
+            if decided and trial.rows <= WARM_ROWS and (verdict := self.verdicts[trial.key]).on:
                 compile_kernel(trial.chosen(verdict.split))
 
     def try_rest(self, stop: Callable[[], bool]) -> None:
@@ -232,11 +253,16 @@ class ModelTrials:
         """Return whether any of these trials, all of this object, has not been made, as for lack of time."""
         return any(self.verdicts[trial.key].reason.startswith(NOT_TRIED) for trial in trials)
 
+    def wrong_products(self) -> str:
+        """Return which product of the lane "matrix" is wrong, and why; "" if none is, or none was tried."""
+        tried = ((t, self.verdicts[t.key]) for t in self.trials if t.untimed and not self.has_untried([t]))
+        return next((f"{t.op} {t.shape}, M={t.rows}: {v.reason}" for t, v in tried if not v.right), "")
+
     def apply(self) -> tuple[Lines, Lines]:
         """Switch the sites by the verdicts; return the report's lines, and those of ops that may not be exact."""
         switch(self.sites, self.verdicts, self.dtype)
         not_exact = *rows_not_exact(self.sites, self.more_rows), *others_not_exact(self.model)
-        return in_words(self.verdicts), not_exact
+        return (*([str(self.choice)] if self.choice else []), *in_words(self.verdicts)), not_exact
 
     def agree(self) -> None:
         """If the model is split over ranks, use rank 0's verdicts on all, because rows need the same bits.

@@ -27,15 +27,16 @@ Findings = dict[int, RowFinding]  # by context: the position of the first row
 
 
 def file_of_rows(model: Any, weights: str, layout: Mapping[str, Any], *, exact: bool) -> RememberedFile:
-    """Return the file of findings for one model, layout of caches and set of kernels, on this machine with this MLX.
+    """Return the file of findings for one model, layout of caches, lane and kernels, on this machine with this MLX.
 
     weights: a fingerprint of the target. exact: whether bits are compared.
     """
     classes = {f"{path} {type(m).__module__}.{type(m).__qualname__}" for path, m in model.named_modules()}
-    on = [f"{s.op} {s.shape} {sorted(s.rows)} {sorted(s.split)} {s.rows_of_context}" for s in model.runtime.sites]
+    lane = [f"{s.op} {s.shape} {sorted(s.rows)} {sorted(s.split)} {s.rows_of_context}" for s in model.runtime.sites]
+    lane.append(model.runtime.lane)
     names = ("max_kv_size", *(("kv_bits", "kv_group_size", "quantized_kv_start") if layout.get("kv_bits") else ()))
     given = {name: layout.get(name) for name in names}
-    facts = {**kernel_facts(digest([weights, *classes])), **backend(), "lane": digest(on), "layout": given}
+    facts = {**kernel_facts(digest([weights, *classes])), **backend(), "lane": digest(lane), "layout": given}
     return RememberedFile("rows", {**facts, "exact": exact}, "which rows are exact cannot be kept for the next load")
 
 

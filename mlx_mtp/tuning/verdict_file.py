@@ -34,7 +34,7 @@ class TrialFinding(NamedTuple):
 class RememberedVerdicts:
     """The file of findings of one model on one machine, with this MLX and these kernels.
 
-    model: a fingerprint of the model's shapes.
+    model: a fingerprint of the model's shapes and lane.
     """
 
     def __init__(self, model: str):

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from mlx_mtp.decoding import control as controls
+from mlx_mtp.decoding.build import redrafted
 from mlx_mtp.decoding.clock import Clock
 from mlx_mtp.decoding.control import Controls, outcome
+from mlx_mtp.decoding.drafters.forced import Forced
 from mlx_mtp.decoding.flight import Flight
 from mlx_mtp.tuning.costs import dense
 from mlx_mtp.tuning.plan import PLAIN, Accepted, Fixed, Plan
@@ -43,7 +45,8 @@ def test_drafts_follow_the_costs_of_the_number_of_sequences(known):
     estimate = again.control(5, 3).costs
     assert estimate.counts["heads"]
     assert (estimate.pace, estimate.plain_first) == (None, 3)
-    assert sorted(known) == [2, 5, 8]
+    assert again.control(7, 3).costs.levels == known[8].levels
+    assert sorted(known) == [2, 5, 7, 8]
 
 
 def test_a_fixed_number_of_drafts_is_not_learned(known):
@@ -57,13 +60,24 @@ def test_the_outcome_of_several_sequences():
     cycle = outcome(read(Plan(k=2), 2, [(2, 2), (0, 2), (1, 1)], 7), 0.5)
     assert (cycle.accepted, cycle.verified, cycle.seconds, cycle.prefilled) == (1.0, 2, 0.5, 7)
     assert cycle.depths == ((2 / 3, 1.0), (1 / 3, 1 / 3))
-    assert outcome(read(PLAIN, 0, [(0, 0)], 0), None).depths == ()
+    for plan, counts in ((PLAIN, (0, 0)), (Plan(k=2), (1, 2))):
+        assert outcome(read(plan, plan.k, [counts], 0), None).depths == ()
+
+
+@pytest.mark.parametrize(
+    ("k", "forced", "expected"),
+    [(2, [2, 2], None), (2, [5, 0], 5), (2, [4, 0], None), (0, [1, 0], 1), (2, [3, 2], 3), (0, [0, 0], None)],
+)
+def test_forced_drafts_are_the_plan_if_they_are_more_in_sum(k, forced, expected):
+    planned = Plan(k=k)
+    assert redrafted(Fixed(k), planned, forced) == (planned if expected is None else Plan(Forced.source, expected))
 
 
 def read(plan: Plan, verified: int, counts: list[tuple[int, int]], prefilled: int) -> Flight:
     """Return a cycle that was read, with the (accepted drafts, limit) of each sequence."""
     flight = Flight([None] * len(counts), plan, prefilled=prefilled)
     flight.run, flight.kept = SimpleNamespace(size=1 + verified), [Accepted(*each) for each in counts]
+    flight.context = 0
     return flight
 
 

@@ -5,11 +5,13 @@ import random
 import warnings
 
 import pytest
-from stand_in import standing_in, switched_on
+from stand_in import SITES, standing_in, switched_on
 from sweep import SWEEP, sampled
 
 import mlx_mtp
+from mlx_mtp.decoding import build
 from mlx_mtp.decoding.sampling import Sampling
+from mlx_mtp.tuning.kernel_fallback import GraphFailed
 
 KINDS = ("construct", "call", "evaluate")
 
@@ -87,6 +89,24 @@ def test_a_compiler_that_fails_at_random(model):
         with standing_in(refuses), warnings.catch_warnings(record=True):
             assert together(switched_on(model), texts, k, adaptive=rng.random() < 0.5) == want, (texts, k)
     assert failures
+
+
+@pytest.mark.parametrize("first", sampled([1], [0, 1]))
+def test_every_second_graph_fails(model, wanted, monkeypatch, first):
+    """Also graphs with which sequences join. As there are tokens in between, no kernel is switched off."""
+    want, real, calls = wanted(2), build.start, []
+
+    def start(*args):
+        calls.append(args)
+        if len(calls) % 2 == first:
+            raise GraphFailed(RuntimeError("lost"))
+        real(*args)
+
+    monkeypatch.setattr(build, "start", start)
+    with standing_in(), warnings.catch_warnings(record=True):
+        assert together(switched_on(model), TEXTS, 2, adaptive=False) == want
+    assert len(calls) > 8
+    assert all(site.rows for site in model.runtime.sites if site.op in SITES)
 
 
 def test_a_sequence_that_is_alone_again_continues(model):

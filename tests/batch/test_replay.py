@@ -14,10 +14,11 @@ from sweep import sampled, sweep
 
 import mlx_mtp
 from mlx_mtp.cache.pool import Pool
-from mlx_mtp.decoding import policy, replay
+from mlx_mtp.decoding import driver, policy, replay
 from mlx_mtp.decoding.pool_rows import slots_for
 from mlx_mtp.decoding.replay import Recorder
 from mlx_mtp.decoding.sampling import Sampling
+from mlx_mtp.tuning import replay_choice
 from mlx_mtp.tuning.replay_choice import CompileChoice
 
 NAMES = ["step3p5", "qwen3_5", "deepseek_v3", "glm_moe_dsa_shared", "nemotron_h", "mimo_v2_flash", "eagle"]
@@ -116,6 +117,18 @@ def test_what_is_built(subject, recorded_at_once):
     while batch.next_generated():
         pass
     assert stats.compiled_cycles == 0 < stats.cycles
+
+
+def test_the_verdict_of_a_pool_is_remembered_once(subject, monkeypatch, recorded_at_once):
+    """As soon as the trial has ended: a batch may last as long as a server."""
+    model, calls = fresh(subject("step3p5").model), []
+    monkeypatch.setattr(policy, "mx", SimpleNamespace(cpu="cpu", default_device=lambda: "gpu"))
+    monkeypatch.setattr(replay_choice, "BLOCK", 2)
+    monkeypatch.setattr(replay_choice, "MIXED", 0)
+    monkeypatch.setattr(driver, "remember", lambda *given: calls.append(given))
+    session(model, [40, 40], [0, 0])
+    assert model.runtime.recorder.verdict is not None
+    assert len(calls) == 1
 
 
 @sweep

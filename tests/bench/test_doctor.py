@@ -8,14 +8,17 @@ from types import SimpleNamespace
 import command_line
 import mlx.core as mx
 import pytest
+from metal_cases import linux_only
 from results import decode_result, profile_result, verify_result
 from trial_cases import WEIGHTS, fails, off_by_one_bit, stock, trial
 
+from mlx_mtp import emulator
 from mlx_mtp.bench import doctor, emulated_check
 from mlx_mtp.bench.compile_jobs import OPS
-from mlx_mtp.bench.doctor_page import page, table, verdict
+from mlx_mtp.bench.doctor_page import matrix_unit, page, table, verdict
 from mlx_mtp.bench.doctor_summary import REGISTERS, by_kernel
 from mlx_mtp.emulator import compile as compiling
+from mlx_mtp.kernels import MatrixOrder
 from mlx_mtp.layers.runtime import Runtime
 
 COUNTED = {"op": "add_norm", "shape": "512", "rows": 4, "against": "error", "wrong": None}
@@ -29,6 +32,7 @@ def found_of(*kernels, metal=False, **parts):
         "environment": {**MACHINE, "gpu_cores": None, "memory_bytes": None},
         "metal": metal,
         "kernels": {"found": list(kernels)},
+        "matrix_unit": {"not_read": "no Metal GPU"},
         "facts": {"name": "demo", "found": []},
         "verify": verify_result(("stock",), (8,), noise=0),
         "decode": decode_result(noise=0),
@@ -102,6 +106,60 @@ def test_kernels_refused_while_decoding_are_shown():
     assert not good
     assert "1 kernels were refused and are off" in words
     assert "OFF: add_norm 512, M=5, 6: fails with RuntimeError: add_norm.metal:3:1: error: y" in page(found)
+
+
+def orders_of(**hows):
+    return {"orders": {dtype: MatrixOrder(*how)._asdict() for dtype, how in hows.items()}}
+
+
+FORWARD, ROUNDED = ("forward", True, "nearest"), ("forward", False, "nearest")
+UNKNOWN = ("", True, "truncated", (7.0, -64.0))
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"not_read": "no Metal GPU"}, "not read (no Metal GPU)"),
+        ({"failed": "RuntimeError: r"}, "not read (RuntimeError: r)"),
+        (
+            orders_of(float32=FORWARD, float16=FORWARD, bfloat16=FORWARD),
+            'adds eight products in the order "forward", fused, rounded to nearest (float32, float16, bfloat16)',
+        ),
+        (
+            orders_of(float32=ROUNDED, float16=FORWARD, bfloat16=("pairs", True, "truncated")),
+            'adds eight products in the order "forward", each rounded first, rounded to nearest (float32, float16); '
+            'in the order "pairs", each rounded first, truncated (bfloat16)',
+        ),
+        (
+            orders_of(float32=UNKNOWN, float16=("", True, "wide")),
+            "adds eight products in an unknown order with the sums 7 -64, fused, truncated (float32); "
+            "exactly, fused, and rounds once (float16)",
+        ),
+    ],
+)
+def test_the_arithmetic_of_the_matrix_unit_is_a_line(part, words):
+    """Only a failure is a fault."""
+    found = found_of(COUNTED, matrix_unit=part)
+    assert matrix_unit(part) == f"Matrix unit: {words}"
+    assert verdict(found)[0] == ("failed" not in part)
+    section = page(found).partition("## Matrix unit\n\n")[2].partition("\n\n##")[0]
+    assert section == (f"Failed: {part['failed']}" if "failed" in part else f"Matrix unit: {words}.")
+
+
+@linux_only
+def test_the_matrix_unit_is_read(monkeypatch):
+    monkeypatch.setattr(doctor, "lacking", dict)
+    with emulator.emulated(emulator.Options(matrix_order="halves", traffic=False)):
+        found = doctor.matrix_unit()
+    assert json.loads(json.dumps(found)) == {
+        "orders": {
+            dtype: {"name": "halves", "fused": True, "rounding": "nearest", "signature": []}
+            for dtype in ("float32", "float16", "bfloat16")
+        }
+    }
+    assert doctor.matrix_unit() == {"not_read": "no Metal GPU"}
+    monkeypatch.setattr(doctor, "lacking", lambda: {"bfloat16": "error: no such type"})
+    assert doctor.matrix_unit() == {"not_read": "the GPU does not support bfloat16"}
 
 
 def of_kernel(name, found):
@@ -328,6 +386,7 @@ def test_bits_on_a_gpu_are_checked_in_every_supported_type(monkeypatch, missing)
     assert ("not supported by this GPU: bfloat16" in words) == bool(missing)
     assert "not checked: speed" in words
     assert "## Every kernel" in page(found)
+    assert found["matrix_unit"]["not_read"] == ("the GPU does not support bfloat16" if missing else "no Metal GPU")
 
 
 def test_rows_of_the_model_are_checked(tiny_models, own_cache, monkeypatch):
@@ -355,6 +414,7 @@ def test_both_files_are_written_and_the_verdict_is_the_exit_code(examined, tmp_p
     done = command_line.call("doctor", "--out", tmp_path / "mac.md")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("1 kernels right, 0 wrong")
+    assert "\nMatrix unit: not read (no Metal GPU)\n" in done.stdout
     assert json.loads((tmp_path / "mac.json").read_text()) == examined
     assert (tmp_path / "mac.md").read_text() == page(examined)
     examined["kernels"]["found"].append({**COUNTED, "shape": "8", "wrong": "row 1 differs"})

@@ -19,8 +19,9 @@ from sweep import SWEEP, sampled
 
 import mlx_mtp
 from mlx_mtp.cache import file as cache_file
-from mlx_mtp.cache.file import fingerprint, load_prompt_cache, save_prompt_cache
+from mlx_mtp.cache.file import fingerprint, save_prompt_cache
 from mlx_mtp.cache.prompt_prefix import PromptPrefix
+from mlx_mtp.decoding.prompt_file import load_prompt_cache
 
 PROMPT = [1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2]
 TEXT = 24 if SWEEP else 18
@@ -145,8 +146,8 @@ def test_damage_anywhere_is_refused(model, saved, data):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s.pop("format"), r"of an older format \(1\), this version reads 2 and 3; make it again"),
-        (lambda s: s.update(format=4), r"of a newer format \(4\)"),
+        (lambda s: s.pop("format"), r"of an older format \(1\), this version reads 2 to 4; make it again"),
+        (lambda s: s.update(format=5), r"of a newer format \(5\)"),
         (lambda s: s.update(model="0" * 64), "made with another model"),
         (lambda s: s.update(model_heads="0" * 64), "made with other MTP heads"),
         (lambda s: s["layers"].pop(), "damaged"),
@@ -163,6 +164,7 @@ def test_damage_anywhere_is_refused(model, saved, data):
         (lambda s: s.update(primed=10**6), "damaged"),
         (lambda s: s.update(quantizing={"start": 1}), "damaged"),
         (lambda s: s.update(quantizing=False), "damaged"),
+        (lambda s: s.update(quantized={"start": 1, "bits": 4}), "damaged"),
         (lambda s: s.update(quantizing={"start": 1, "bits": "4", "group_size": 32}), "damaged"),
         (lambda s: s.update(reach="x"), "damaged"),
         (lambda s: s["layers"][0].update(start=-1), "damaged"),

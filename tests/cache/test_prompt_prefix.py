@@ -1,5 +1,6 @@
 """Prefill the start of a prompt once: chats and commands continue it with the tokens of a single run."""
 
+import itertools
 import os
 import re
 import sys
@@ -7,13 +8,15 @@ import sys
 import mlx.core as mx
 import pytest
 from command_line import call, one_line_error
+from lanes import LANES, lanes_apart
 from letter_chats import LETTERS, PLAIN, REWRITING, VOCAB, answer, make_session, make_tokenizer
 from sweep import SWEEP, paired, sampled
 
 import mlx_mtp
-from mlx_mtp.cache.file import load_prompt_cache, save_prompt_cache
+from mlx_mtp.cache.file import save_prompt_cache
 from mlx_mtp.cache.prompt_prefix import PromptPrefix
 from mlx_mtp.checkpoint.chat_template import prompt_tokens, stable_tokens
+from mlx_mtp.decoding.prompt_file import load_prompt_cache
 from mlx_mtp.demo import demo_path
 
 BOTH = ("What does os.path", ".join do?")
@@ -219,6 +222,27 @@ def test_a_cache_without_heads_is_reported(once, tmp_path):
     assert "MTP:" not in found.stdout
     chat = call("chat", *flags, stdin=".join do?\n/stats\n")
     assert "MTP off" in chat.stdout
+
+
+@pytest.mark.parametrize(("made", "used"), sampled([LANES], itertools.permutations(LANES)))
+def test_a_file_of_another_lane_is_read_again_with_a_notice(once, demo, tmp_path, made, used):
+    file, (model, _) = tmp_path / "c", demo
+    start = ("generate", "-m", 8, "--prompt-cache-file", file)
+    with lanes_apart(model):
+        model.runtime.lane = made
+        call("cache-prompt", "-p", BOTH[0], "--prompt-cache-file", file)
+        assert "read again" not in call(*start, "-p", BOTH[1]).stderr
+        model.runtime.lane = used
+        expected = call("generate", "--quiet", "-m", 8, "-p", "".join(BOTH)).stdout
+        found = call(*start, "-p", BOTH[1], "--prefill-step-size", 5)
+        (notice,) = [line for line in found.stderr.splitlines() if "lane" in line]
+        assert re.fullmatch(rf"{file} was made in another lane than {used}: its \d+ tokens are read again\.", notice)
+        assert expected.strip() in found.stdout
+        quiet = call(*start, "-p", BOTH[1], "--quiet")
+        assert (quiet.stdout, quiet.stderr) == (expected, "")
+        refused = one_line_error(call(*start, "-p", BOTH[1], "--max-kv-size", 9), 2)
+        assert "--max-kv-size 9" in refused
+        assert "read again" in call("chat", "--prompt-cache-file", file, stdin=f"{BOTH[1]}\n").stderr
 
 
 def test_a_command_restores_the_cache_limit(once):

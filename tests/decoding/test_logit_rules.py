@@ -107,9 +107,10 @@ def random_case(seed, n, rows, dtype):
             kept = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")[:, :VOCAB] == 1
             own = mx.where(mx.array(kept), own, -mx.inf)
         made.append(rules)
-        masks.append(None if bits is None else mx.array(bits))
+        masks.append(np.full((rows, -(-VOCAB // 32) + 1), -1, np.int32) if bits is None else bits)
         want.append(own)
-    return logits, made, histories, mx.array(drafts) if rows > 1 else None, masks, mx.stack(want)
+    joined = mx.array(np.stack(masks)) if any((mask != -1).any() for mask in masks) else None
+    return logits, made, histories, mx.array(drafts) if rows > 1 else None, joined, mx.stack(want)
 
 
 def same(found, want):
@@ -149,7 +150,7 @@ def test_rules_are_a_processor_of_one_row(seed):
 
 def test_without_rules_and_masks_the_logits_are_returned():
     logits = mx.zeros((2, 3, VOCAB))
-    assert changed(logits, [None, None], [None, None], mx.zeros((2, 2), mx.int32), [None, None]) is logits
+    assert changed(logits, [None, None], [None, None], mx.zeros((2, 2), mx.int32)) is logits
 
 
 def test_a_negative_repetition_penalty_is_refused():

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import time
 
 import mlx.core as mx
 import pytest
@@ -84,11 +85,15 @@ class Subjects:
         }
         model = self.models[options.pop("draft_vocab")]
         del options["sampling"]
-        return [token for token, _, _ in mlx_mtp.generate_step(PROMPT, model, stats=stats, **options)]
+        tokens, _, drafted = zip(*mlx_mtp.generate_step(PROMPT, model, stats=stats, **options), strict=True)
+        assert drafted.count(False) - 1 in (stats.cycles, stats.cycles - 1)  # the last cycle may have been cut
+        assert not drafted[0]
+        return [*tokens]
 
     def assert_same(self, case: dict) -> Stats:
-        stats = Stats()
-        assert self.text(case, stats) == self.plain(case["kv_bits"], case["sampling"]), case
+        expected, stats, tic = self.plain(case["kv_bits"], case["sampling"]), Stats(), time.perf_counter()
+        assert self.text(case, stats) == expected, case
+        assert 0 < stats.wait_time <= stats.decode_time <= time.perf_counter() - tic
         assert_adds_up(stats, case)
         return stats
 

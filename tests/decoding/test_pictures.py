@@ -1,10 +1,13 @@
 """Prompts with pictures: the text of a cacheless model, whatever is drafted, cut, replayed, batched or reused."""
 
+import itertools
+
 import mlx.core as mx
 import pytest
 import seeing
 from cache_files import rewritten, sealed
 from compile_mode import ENABLED, set_mode
+from lanes import LANES, lanes_apart
 from picture_prompts import TWIN, A, B, C, Vision, generated, pictured, tokens_of
 from prefix_requests import LARGE, serve
 from sweep import SWEEP, paired, sampled
@@ -153,6 +156,23 @@ def test_files_whose_pictures_do_not_fit_are_refused(models, tmp_path, change, m
     if message == "not a list of pictures":
         with pytest.raises(ValueError, match="its prompt prefix is not valid"):
             saved_prefix(damaged)
+
+
+def test_a_file_with_pictures_of_another_lane_is_refused(models, tmp_path):
+    """It has no images to encode again."""
+    model, *_ = models
+    with lanes_apart(model):
+        for made, used in itertools.product(LANES, LANES):
+            model.runtime.lane, cache = made, mlx_mtp.make_prompt_cache(model)
+            generated(model, PROMPTS["two"], n=1, prompt_cache=cache)
+            mlx_mtp.save_prompt_cache(tmp_path / "cache", cache)
+            model.runtime.lane = used
+            if used == made:
+                assert mlx_mtp.load_prompt_cache(tmp_path / "cache", model).tokens == cache.tokens
+                continue
+            message = f"in the lane '{made}' and not '{used}'; load the model with kernels='{made}', or make the file"
+            with pytest.raises(ValueError, match=message):
+                mlx_mtp.load_prompt_cache(tmp_path / "cache", model)
 
 
 @pytest.mark.parametrize("k", [0, 2])

@@ -5,12 +5,13 @@ import itertools
 import families
 import mlx.core as mx
 import pytest
-from oracle import Spy
+from oracle import Oracle, Spy
 from plans import Listed, Script, follow
 from subjects import PLANS, PROMPT, assert_same_rows, quantizable_model, steps, subjects, text_of
 from sweep import sampled, sweep
 
 import mlx_mtp
+from mlx_mtp.cache.prompt_cache import PromptCache
 from mlx_mtp.decoding.stats import Stats
 from mlx_mtp.tuning.plan import Plan
 
@@ -69,9 +70,18 @@ def test_heads_draft_after_a_pause_as_without_it(subject, monkeypatch, by, idle)
     follow(monkeypatch, control)
     text = text_of(s.model, PROMPT, 3, max_tokens=len(plans) + min(len(plans), 16) + 8, prefill_step_size=7)
     caught_up = [c.prefilled for c in control.cycles if c.prefilled]
+    assert caught_up == [n for n, c in zip(control.pending, control.cycles, strict=False) if c.prefilled]
     assert caught_up[0] == len(PROMPT) - 1
     assert min(caught_up[1:]) >= min(idle, 24)  # the windows reach no further
     s.assert_drafts(spy, PROMPT + text, least=4, most=12)
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_heads_read_a_prompt_if_they_will_draft(subject, k):
+    s = subject("qwen3_next")
+    cache = mlx_mtp.make_prompt_cache(s.model)
+    text_of(s.model, PROMPT, k, prompt_cache=cache, max_tokens=0, prompt_lookup=False)
+    assert cache.primed == (len(PROMPT) - 1 if k else 0)
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +114,37 @@ def test_plans_are_cut_short_before_quantizing(quantizable, monkeypatch, plan):
         assert_adds_up(stats, control)
         assert all(c.plan == Plan() or c.plan.k for c in control.cycles)
         assert not any(c.context < start <= c.context + c.plan.k for c in control.cycles)
+
+
+def test_caches_are_quantized_at_their_position(quantizable, monkeypatch):
+    """With drafts that are all accepted. Only a cycle before which that position may be reached is built late."""
+    model, _ = quantizable
+    found, real, late = [], PromptCache.quantize_at, []
+
+    def quantize_at(cache, position):
+        due = cache.quantizing
+        real(cache, position)
+        if due and not cache.quantizing:
+            found.append(position - due.start)
+
+    monkeypatch.setattr(PromptCache, "quantize_at", quantize_at)
+    options = {"max_tokens": 24, "prompt_lookup": False, "draft_p_min": 0.0, "adaptive": False}
+    truth = PROMPT + text_of(model, PROMPT, 0, **options)
+    monkeypatch.setattr(model, "drafter", Oracle(model, truth, set()))
+    for start in (len(PROMPT) + 8, len(PROMPT) + 11):
+        text_of(
+            model,
+            PROMPT,
+            3,
+            stats=(stats := Stats()),
+            kv_bits=8,
+            kv_group_size=32,
+            quantized_kv_start=start,
+            **options,
+        )
+        late.append(stats.built_late["quantizing the caches"])
+    assert found == [0, 0]
+    assert late == [1, 2]  # without and with a shorter cycle before
 
 
 def assert_adds_up(stats: Stats, control) -> None:

@@ -8,7 +8,8 @@ import pytest
 from sweep import SWEEP, sampled, sweep
 
 import mlx_mtp
-from mlx_mtp.cache.file import load_prompt_cache, save_prompt_cache
+from mlx_mtp.cache.file import save_prompt_cache
+from mlx_mtp.decoding.prompt_file import load_prompt_cache
 
 PROMPT = [1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2]
 

@@ -11,6 +11,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from draws import draw
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from metal_cases import linux_only
 from sweep import SWEEP, sweep
 
@@ -66,7 +68,7 @@ class Oracle:
         row, left = self.row, self.left
         if not left:
             return []
-        if 0 < o.top_p < 1:
+        if o.top_p > 0 and np.float32(o.top_p) < 1:
             part = int(np.rint(np.float32(o.top_p) * np.float32(2**24)))
             limit = max((sum(self.mass[i] for i in left) >> 8) * part >> 16, 1)
             kept, above = [], 0
@@ -98,7 +100,11 @@ def expected(row: np.ndarray, options: Sampling, key: mx.array, position: int, o
     coin, noise = draws(key, position, len(row))
     left = oracle.filter(options, coin)
     scores = np.full(len(row), -np.inf, np.float32)
-    scores[left] = oracle.row[left] * np.float32(1.0 / options.temp) + noise[left]
+    inverse = np.float32(max(1.0 / options.temp, 2.0**-126))
+    with np.errstate(over="ignore"):
+        scores[left] = oracle.row[left] * inverse + noise[left]
+    if left and abs(scores.max()) > 2**20 and np.isfinite(greatest := oracle.row[left].max()):
+        scores[left] = (oracle.row[left] - greatest) * inverse + noise[left]
     return int(scores.argmax())
 
 
@@ -212,7 +218,7 @@ def test_exactly_these_tokens_remain(dtype):
     """At a high temperature every token that remains is drawn in one of 32 rows."""
     for name, (logits, filters, left) in BOUNDARIES.items():
         options = Sampling(temp=1000.0, **{"xtc_probability": float("xtc_threshold" in filters)}, **filters)
-        rows = 32 if len(left) > 1 else 1
+        rows = 32 if len(left) > 1 else 2  # of four logits MLX passes one row in constant memory
         found = check(mx.broadcast_to(mx.array(logits, dtype), (1, rows, len(logits))), [options], 1)
         assert set(found[0]) == left, name
 
@@ -238,6 +244,74 @@ def test_infinities_and_nan():
     want = check(mx.broadcast_to(rows, (len(chosen), *rows.shape)), chosen, 4)
     assert {token for found in want for token in found[:2]} == {0}
     assert {token for found in want for token in found[2:4]} <= {1, 2, 3, 4}
+
+
+LEAST = float(np.finfo(np.float32).min)
+KINDS = {  # from normal values and uniform ones below 1, the row's logits
+    "normal": lambda x, u: x,
+    "all equal": lambda x, u: np.full_like(x, x[0]),
+    "nothing": lambda x, u: np.full_like(x, -np.inf),
+    "half NaN": lambda x, u: np.where(u < 0.5, np.nan, x),
+    "one": lambda x, u: np.where(u == u.max(), x, -np.inf),
+    "few": lambda x, u: np.where(u < 0.3, x, -np.inf),
+    "infinite": lambda x, u: np.where(u < 0.2, np.inf, x),
+    "excluded": lambda x, u: np.where(u < 0.5, LEAST, -np.inf),
+    "huge": lambda x, u: x * np.float32(1e37),
+    "subnormal": lambda x, u: x * np.float32(1e-42),
+}
+
+
+def extreme(vocab_size):
+    """Options at and near the ends of their ranges, all of them valid."""
+    tokens = st.integers(1, vocab_size)
+    return st.builds(
+        Sampling,
+        temp=st.sampled_from([0.0, 1e-30, 1e-4, 0.7, 1.0, 50.0, 1e30, 1e300]),
+        top_p=st.sampled_from([0.0, 1e-300, 1e-12, 0.3, 0.9, 1 - 1e-9, 1.0]),
+        min_p=st.sampled_from([0.0, 1e-300, 0.05, 1.0]),
+        top_k=st.just(0) | tokens.map(lambda k: k - 1),
+        min_tokens_to_keep=st.just(1) | tokens | st.just(vocab_size),
+        xtc_probability=st.sampled_from([0.0, 1e-30, 0.5, 1.0]),
+        xtc_threshold=st.sampled_from([0.0, 1e-30, 0.1, 0.4999]),
+        xtc_special_tokens=st.sampled_from([(), (0,), tuple(range(vocab_size))]),
+    )
+
+
+@linux_only
+@settings(max_examples=600 if SWEEP else 20)
+@given(st.data())
+def test_extreme_options_of_extreme_logits(data):
+    n, vocab_size = data.draw(st.integers(1, 5)), data.draw(st.sampled_from([1, 2, 7, 31, 33, 127]))
+    rows = data.draw(st.sampled_from([-(-8 // vocab_size), 8, 9, 16]))
+    kinds = data.draw(st.lists(st.sampled_from([*KINDS]), min_size=n * rows, max_size=n * rows))
+    seed, dtype = data.draw(st.integers(0, 2**31)), data.draw(st.sampled_from([F32, F16, BF16]))
+    rng = np.random.default_rng(seed)
+    logits = [
+        KINDS[kind](*rng.normal(size=(1, vocab_size)).astype(np.float32), rng.random(vocab_size)) for kind in kinds
+    ]
+    x = mx.array(np.array(logits, np.float32).reshape(n, rows, vocab_size)).astype(dtype)
+    check(x, data.draw(st.lists(extreme(vocab_size), min_size=n, max_size=n)), seed % 99)
+
+
+@linux_only
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_of_excluded_tokens_that_alone_are_allowed_each_is_drawn(dtype):
+    """At any temperature, in the kernel and in the reference; a forbidden token never is."""
+    least, allowed = mx.finfo(dtype).min, [3, 8, 33]
+    row = mx.where(mx.array([i in allowed for i in range(40)]), least, -math.inf).astype(dtype)
+    logits, (key, position) = mx.broadcast_to(row, (4, 16, 40)), at(5, 4)
+    chosen = [Sampling(temp=temp) for temp in (0.01, 0.8, 1.0, 1e300)]
+    chosen[1] = replace(chosen[1], top_p=0.9, min_p=0.1)
+    found = run(logits, chosen, key, position)
+    assert [set(tokens) for tokens in found] == [set(allowed)] * 4
+    assert choose_rows_ref(logits, chosen, key, position).tolist() == found
+
+
+@linux_only
+def test_special_tokens_without_xtc_have_no_effect():
+    plain, odd = (Sampling(temp=1.0, top_k=5, xtc_special_tokens=tokens) for tokens in ((), (2**40, -(2**40))))
+    logits, (key, position) = rows_of(1, 4, 40, 3), at(3, 1)
+    assert run(logits, [odd], key, position) == run(logits, [plain], key, position)
 
 
 def without_ties(n, rows, vocab_size, seed):

@@ -194,7 +194,7 @@ def test_a_head_of_fewer_rows_and_its_tokens():
 def test_modules_get_the_sites_of_block_formats():
     """Others would compare bits with kernels that MLX lacks, and be rejected."""
     heads = [made(MultiLinear, 256, 9, 2, mode="iq4_xs") for _ in range(2)]
-    found = list(kernel_sites._per_head(SimpleNamespace(embed_q=heads[0], unembed_out=heads[1]), matrix=False))
+    found = list(kernel_sites._per_head(SimpleNamespace(embed_q=heads[0], unembed_out=heads[1])))
     assert [(type(site), site.heads_first) for site in found] == [(OwnPerHead, True), (OwnPerHead, False)]
     linears = [made(nn.Linear, 256, n, mode="q6_k") for n in (9, 12)]
     assert [type(site) for site in kernel_sites._stack(linears)] == [OwnStack]

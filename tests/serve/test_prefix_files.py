@@ -7,6 +7,7 @@ import families
 import mlx.core as mx
 import pytest
 import tiny
+from lanes import LANES, lanes_apart
 from prefix_requests import LARGE, left, lines, prompts, restarted, serve, written
 from prefix_requests import generate_two as generate
 from sweep import sampled
@@ -120,6 +121,30 @@ def test_a_file_of_another_model_stays_unused(small, tiny_models, tmp_path):
     other = tiny_models(1, vocab_size=40, **tiny.TWO_LAYERS)[0]
     assert generate(restarted(other, tmp_path), first)[1] == 0
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_rows_of_another_lane_stay_unused(small, tiny_models, tmp_path):
+    """In files and in memory; each lane's text is that of a new server, and files of both lanes stay."""
+    (first, second), fresh, cached = prompts(40), {}, {True: 16, False: 0}
+    other = tiny_models(1, vocab_size=40, **tiny.TWO_LAYERS)[0]
+    with lanes_apart(small, other):
+        for lane in LANES:
+            small.runtime.lane = other.runtime.lane = lane
+            fresh[lane] = generate(serve(small), second)[0]
+        assert fresh["exact"] != fresh["matrix"]
+        for made, turned in (LANES, LANES[::-1]):
+            small.runtime.lane = made
+            served = written(small, tmp_path / made, first)
+            for used in (turned, made):
+                small.runtime.lane = other.runtime.lane = used
+                found = generate(restarted(small, tmp_path / made), second)
+                assert found == (fresh[used], cached[used == made]), (made, used)
+                assert generate(restarted(other, tmp_path / made), second)[1] == 0
+            small.runtime.lane = turned
+            assert generate(served, second) == (fresh[turned], 0)
+            served.files.save(served.tree)
+            assert len(list((tmp_path / made).iterdir())) == 2
+            assert generate(restarted(small, tmp_path / made), second)[1] == 24
 
 
 def test_decoded_rows_in_files_are_reused(model, tmp_path):

@@ -12,7 +12,8 @@ from mlx_mtp.bench import kernels_cases
 from mlx_mtp.decoding import logit_rules
 from mlx_mtp.decoding.logit_rules import LogitRules
 from mlx_mtp.decoding.sampling import Sampling
-from mlx_mtp.kernels import choose_rows, matrix_sums, verify_head_top
+from mlx_mtp.kernels import choose_rows, verify_head_top
+from mlx_mtp.kernels.matrix_order import matrix_sums
 from mlx_mtp.layers.experts import Mixture
 from mlx_mtp.layers.products import Dense
 

@@ -29,16 +29,17 @@ class Script:
 
 
 class Listed:
-    """Repeats the plans of a list."""
+    """Repeats the plans of a list. pending: rows that the drafter had to read before each plan."""
 
     paused = ""
 
     def __init__(self, plans: list[Plan]):
-        self.plans, self.cycles = plans, []
+        self.plans, self.cycles, self.pending = plans, [], []
         self.planned = 0
 
     def plan(self, matched: int = 0, pending: int = 0) -> Plan:
         self.planned += 1
+        self.pending.append(pending)
         return self.plans[(self.planned - 1) % len(self.plans)]
 
     def observe(self, cycle) -> None:

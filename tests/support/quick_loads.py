@@ -12,14 +12,23 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_mtp.checkpoint import head_self_test
+from mlx_mtp.tuning.lane_costs import PassCosts
 
 SHARES: dict[tuple, tuple[tuple[str, float], ...]] = {}
 
 
 def shorten(patch: pytest.MonkeyPatch) -> None:
-    """Cache results of the self-test, and signatures, which mlx-lm computes for each entry of a config."""
+    """Cache results of the self-test, and signatures, which mlx-lm computes for each entry of a config.
+
+    Lanes cost the same, so that a load chooses "exact" without timing emulated kernels.
+    """
+    patch.setattr("mlx_mtp.tuning.lane.measured", equal_costs)
     patch.setattr("mlx_mtp.checkpoint.load.self_test", self_test)
     patch.setattr("mlx_lm.models.base.inspect", SimpleNamespace(signature=functools.cache(inspect.signature)))
+
+
+def equal_costs(model, sites, rows) -> PassCosts:
+    return PassCosts(dict.fromkeys(("exact", "matrix"), dict.fromkeys(rows, 1.0)), {"exact": 0.0, "matrix": 0.0})
 
 
 def self_test(model, path: Path, texts: dict[str, list[int]]) -> None:

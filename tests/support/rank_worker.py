@@ -45,14 +45,20 @@ def rows_apart(model, rows: int = 8) -> int:
 
 
 def continued(model, file: Path, plain: list[int], k: int) -> dict[str, list[int]]:
-    """Return tokens of generations that continue from a cache with pending drafts, and from its file."""
+    """Return tokens of generations that continue from a cache with pending drafts, from its file, and read again.
+
+    The last file is of another lane than the model on the last rank, so that all ranks read its tokens again.
+    """
     cache, options = mlx_mtp.make_prompt_cache(model), {"adaptive": False, "num_draft_tokens": k}
     steps = mlx_mtp.generate_step(PROMPT, model, prompt_cache=cache, max_tokens=len(plain), **options)
     first = [next(steps)[0] for _ in range(9)]
     steps.close()
     mlx_mtp.save_prompt_cache(file, cache)
-    found, copy = {}, mlx_mtp.load_prompt_cache(file, model)
-    for name, kept in (("live", cache), ("read", copy)):
+    found, copy, ranks = {}, mlx_mtp.load_prompt_cache(file, model), model.ranks
+    model.runtime.lane = "matrix" if ranks and ranks.rank == ranks.size - 1 else "exact"
+    again = mlx_mtp.load_prompt_cache(file, model)
+    model.runtime.lane = "exact"
+    for name, kept in (("live", cache), ("read", copy), ("read again", again)):
         steps = mlx_mtp.generate_step(
             first[-1:], model, prompt_cache=kept, max_tokens=len(plain) - len(first), **options
         )

@@ -70,6 +70,17 @@ def registers(text: str, name: str = "program_source", words: int = WORDS) -> Re
     Raises CompileError if it does not compile for the proxy's GPU (it may compile for Metal), or calls undefined
     functions, and ValueError if `ziglang` is not installed or too old.
     """
+    assembly = listing(text, name, words)
+    counts = {key: int(value) for key, value in _METADATA.findall(assembly)}
+    threadgroup = max((int(size, 0) for size in _BYTES.findall(assembly)), default=0)
+    return Registers(counts["vgpr_count"], counts["vgpr_spill_count"], threadgroup)
+
+
+def listing(text: str, name: str = "program_source", words: int = WORDS) -> str:
+    """Return the assembly of a kernel text for the proxy's GPU; the kernel is in function `registers`.
+
+    Raises the errors of `registers`.
+    """
     source = _compiled(expanded(text, name))
     output = ["-Xclang", "-include-pch", "-Xclang", str(_parsed()), "-S", "-o", "-"]
     assembly, messages = run([*_command(), *output], _with_entry(source, words), name)
@@ -78,9 +89,7 @@ def registers(text: str, name: str = "program_source", words: int = WORDS) -> Re
     if undefined := sorted(set(_CALL.findall(assembly))):
         where = f"{DEFINITIONS.name} must define to count registers"
         raise CompileError(f"kernel {name} calls {', '.join(undefined)}, which {where}")
-    counts = {key: int(value) for key, value in _METADATA.findall(assembly)}
-    threadgroup = max((int(size, 0) for size in _BYTES.findall(assembly)), default=0)
-    return Registers(counts["vgpr_count"], counts["vgpr_spill_count"], threadgroup)
+    return assembly
 
 
 def _command() -> list[str]:

@@ -73,6 +73,7 @@ class Whims:
     def observe(self, cycle) -> None:
         assert 0 <= cycle.accepted <= cycle.verified
         assert len(cycle.depths) in (0, cycle.verified)
+        assert not cycle.prefilled or (cycle.plan.k and cycle.plan.source == "heads")
 
 
 class Bounded:

@@ -123,8 +123,10 @@ def test_the_report_of_a_load(paths, monkeypatch):
         made = mlx_mtp.load_model(paths["gpt_oss"], kernels="exact", mtp=False)
         plain = mlx_mtp.load_model(paths["gpt_oss"], kernels="exact", mtp=False, lazy=True)
     shapes = ["128+64+64x64", "64x128", "4x64", "16x64", "16x64"]
-    assert sorted(line.split()[1] for line in made.report.kernels) == sorted(shapes)
-    assert all(line.endswith("on (asked for)") for line in made.report.kernels)
+    lane, *kernels = made.report.kernels
+    assert lane == "lane exact: asked for"
+    assert sorted(line.split()[1] for line in kernels) == sorted(shapes)
+    assert all(line.endswith("on (asked for)") for line in kernels)
     assert made.report.not_exact == ("attention", "everything in mlx-lm's model without a kernel")
     assert (plain.report.kernels, plain.report.not_exact) == (("none: decoded one row at a time",), ())
 

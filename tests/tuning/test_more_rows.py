@@ -13,7 +13,6 @@ from quantized_models import STEP, quantized
 import mlx_mtp
 from mlx_mtp.bench import verify
 from mlx_mtp.decoding.control import MOST_ON_GPU, Controls
-from mlx_mtp.kernels._matrix import FORWARD
 from mlx_mtp.layers.kernel_site import TOGETHER_ROWS
 from mlx_mtp.tuning import kernel_switch
 from mlx_mtp.tuning.kernel_switch import switch_on_for_batches, switch_on_for_drafts
@@ -49,7 +48,6 @@ def load(checkpoint, decided, monkeypatch):
     def loaded(lane):
         model = mlx_mtp.load_model(checkpoint, lazy=True, kernels="off")
         monkeypatch.setattr(kernel_switch, "on_metal", lambda: True)
-        monkeypatch.setattr(kernel_switch, "matrix_orders", lambda: {"float32": FORWARD})
         kernel_switch.switch_on(model, lane)
         return model
 

@@ -20,7 +20,7 @@ from .chips import CHIPS, Chip, find, fitted_chips, read_fitted
 from .links import over_links
 from .models import MODELS, of_port
 from .ops import ModelOps
-from .phases import CYCLE, DRAFT, PLAIN, ROWS, VERIFY, floors, formats, kernels, predicted
+from .phases import CYCLE, DRAFT, PLAIN, ROWS, VERIFY, floors, formats, kernels, lanes, predicted
 
 Result = dict[str, Any]
 Time = tuple[int, str, int, str, float]  # context, phase, rows M, side, seconds
@@ -117,7 +117,7 @@ def bench_model(
         fitted_to = fitted["chips"][chip.name]["fitted_to"]
         found["chip"] = asdict(chip) | {"bandwidth": chip.bandwidth, "fitted_to": fitted_to}
         found |= {"predicted": predicted(model, chip, context, rows), "kernels": kernels(model, chip, context)}
-        found["formats"] = formats(model, chip, context)
+        found |= {"formats": formats(model, chip, context), "lanes": lanes(model, chip, context)}
     if ranks > 1:
         found["links"] = over_links(model, ranks, rows)
     found["measured"] = [line for other in results for line in nearest(other, context)]

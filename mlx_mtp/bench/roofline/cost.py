@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...kernels._matrix import ROWS_ONCE, SIDE, TWIN_ROWS
 from .chips import Chip
 from .ops import AttentionOp, ExpertsOp, LatentOp, LinearOp, ModelOps, Op, StateOp
 
@@ -42,6 +43,15 @@ OURS, OURS_MANY = (2.0, 1.94), (2.0, 2.69)  # QMV with mask and convert once; x 
 # Per row: multiply-add, x for 4 outputs, scale. Without them: bytes, and launches, of a dequantization.
 BLOCKS, PIECES, PIECE_LAUNCHES = {4: (8.0, 1.4), 6: (5.0, 1.4)}, 22, 10
 WIDE_ROWS, OURS_ROWS = 5, 8  # maximum rows that share reads and decoding
+# In the lane "matrix", for all rows, counted by `python -m bench.instructions`: of twins at 1 to TWIN_ROWS rows, then
+# of matrices at 8 and 16 without their products. Counted alike, QMV is 4.42.
+LANES = "exact", "matrix"
+MATRIX_LANE = {
+    "affine 4": (3.62, 5.88, 7.75, 3.46, 4.65),
+    "iq4_xs": (8.62, 10.58, 12.25, 8.46, 9.34),
+    "q6_k": (5.01, 7.09, 8.79, 6.22, 7.59),
+    "bfloat16": (2.43, 4.36, 7.56, 1.56, 2.06),
+}
 TILE_ROWS, MATRIX = 32, 0.8  # rows that matrix kernels pad to; simdgroup_matrix's share of the multiply-add rate
 
 # Instructions per cached value, query head and row: converts, multiply-adds, sums over lanes, rescaling.
@@ -80,7 +90,8 @@ for _line in csv.DictReader(FILE.read_text().splitlines()[1:]):
 class PassShape:
     """The conditions of a pass: m rows after `context` tokens, with the kinds of our kernels in `on`, else stock MLX.
 
-    overlap: similarity of the rows' experts, one of OVERLAPS. mlx: MLX's version, which decides its kernels.
+    overlap: similarity of the rows' experts, one of OVERLAPS. mlx: MLX's version, which decides its kernels. lane: of
+    our products, one of LANES.
     """
 
     m: int
@@ -89,6 +100,7 @@ class PassShape:
     overlap: str = "independent"
     mlx: float = 0.32
     caches: bool = True  # whether caches serve repeated requests of a launch; else memory does
+    lane: str = "exact"
 
 
 class Cost(NamedTuple):
@@ -127,6 +139,8 @@ def batch_limit(chip: Chip, n: int, k: int) -> int:
 def linear(op: LinearOp, at: PassShape, chip: Chip) -> Cost:
     """Return a product's Cost: the kernel decides how often weights are requested and the instructions per weight."""
     ours = ("head" if op.name == "lm_head" else "products") in at.on
+    if ours and at.lane == "matrix":
+        return in_matrix_lane(op, at.m, chip)
     if op.group is None:  # unquantized: one row at a time, or in stock MLX a padded tile from two rows on
         counted = GEMV * at.m if ours or at.m == 1 else tile(chip)
         return Cost(op.name, op.nbytes, op.weights * counted)
@@ -140,6 +154,19 @@ def linear(op: LinearOp, at: PassShape, chip: Chip) -> Cost:
     elif at.m > 1 and chip.generation >= 15 and at.mlx >= 0.32:
         once, each, passes = *WIDE, ceil(at.m / WIDE_ROWS)
     return Cost(op.name, op.nbytes, op.weights * (passes * once + at.m * each), passes)
+
+
+def in_matrix_lane(op: LinearOp, rows: int, chip: Chip) -> Cost:
+    """Return the Cost of a product in the lane "matrix", by simdgroup_matrix: M5's tensor units are not used.
+
+    Weights of other bits and 4-bit floats count as affine ones of 4 bits, and rows above TWIN_ROWS in octets.
+    """
+    name = "bfloat16" if op.group is None else "affine 4" if not op.packed else "iq4_xs" if op.bits < 5 else "q6_k"
+    if rows <= TWIN_ROWS:
+        return Cost(op.name, op.nbytes, op.weights * MATRIX_LANE[name][rows - 1])
+    octets, passes = ceil(min(rows, ROWS_ONCE) / SIDE), ceil(rows / ROWS_ONCE)
+    counted = MATRIX_LANE[name][TWIN_ROWS + octets - 1] + octets * SIDE / MATRIX * chip.issue  # as in `tile`
+    return Cost(op.name, op.nbytes, op.weights * passes * counted, passes)
 
 
 def experts(op: ExpertsOp, at: PassShape, _: Chip) -> Cost:

@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from .chips import Chip
-from .cost import ALL, KERNELS, PassShape, of_drafts, of_model, seconds
+from .cost import ALL, KERNELS, LANES, PassShape, of_drafts, of_model, seconds
 from .ops import OVERLAPS, AttentionOp, ExpertsOp, LatentOp, LinearOp, ModelOps, Op, StateOp
 
 ROWS = range(2, 9)
@@ -125,6 +125,15 @@ def formats(model: ModelOps, chip: Chip, context: int, rows: Iterable[int] = (1,
         stored = model.with_fields(bits=bits, group=group, packed=packed)
         times = seconds(of_model(stored, PassShape(m, ALL, context, SHOWN_OVERLAP), chip), chip)
         found.append({"format": name, "rows": m, "bytes": stored.total_bytes, "seconds": times})
+    return found
+
+
+def lanes(model: ModelOps, chip: Chip, context: int, rows: Iterable[int] = (1, 2, 4, 8, 16)) -> list[dict[str, Any]]:
+    """Predict passes with our kernels in both lanes of products: a line has lane, rows, and seconds of a pass."""
+    found = []
+    for lane, m in product(LANES, rows):
+        at = PassShape(m, ALL, context, SHOWN_OVERLAP, lane=lane)
+        found.append({"lane": lane, "rows": m, "seconds": seconds(of_model(model, at, chip), chip)})
     return found
 
 

@@ -18,7 +18,7 @@ Result = dict[str, Any]
 
 
 def tables(found: Result) -> Iterator[Table]:
-    """Yield the tables of a `bench model` result: floors, gaps, savings of kernels, formats, links.
+    """Yield the tables of a `bench model` result: floors, gaps, savings of kernels, formats, lanes, links.
 
     Those without data in the result are left out.
     """
@@ -29,6 +29,8 @@ def tables(found: Result) -> Iterator[Table]:
         yield kernels_table(found)
     if "formats" in found:
         yield formats_table(found)
+    if "lanes" in found:
+        yield lanes_table(found)
     if "links" in found:
         yield links_table(found)
     chip = found.get("chip")
@@ -176,4 +178,17 @@ def formats_table(found: Result) -> Table:
     for name, group in groupby(lines, itemgetter("format")):
         of = list(group)
         table.add_row(name, f"{of[0]['bytes'] / 1e9:.2f}", *(f"{line['seconds'] * 1e3:.2f}" for line in of))
+    return table
+
+
+def lanes_table(found: Result) -> Table:
+    """Return a table of predicted passes in both lanes of products: ms, and over one row in the lane `exact`."""
+    lines = found["lanes"]
+    rows = sorted({line["rows"] for line in lines})
+    title = f"predicted passes by lane of dense products on {found['chip']['name']}, ms"
+    caption = "with our kernels; in brackets over exact at one row; without M5's tensor units; not yet timed on a Mac"
+    table = new_table(title, "lane", *(f"M={m}" for m in rows), left=1, caption=caption)
+    for name, group in groupby(lines, itemgetter("lane")):
+        times = [line["seconds"] for line in group]
+        table.add_row(name, *(f"{time * 1e3:.2f} ({time / lines[0]['seconds']:.2f})" for time in times))
     return table

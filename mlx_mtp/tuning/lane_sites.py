@@ -1,0 +1,59 @@
+"""Turn the sites of a loaded model into those of another lane, without copies of their weights."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from ..kernels import matrix_orders, take_order
+from ..layers.kernel_site import Site
+from ..layers.lm_head import LMHeadSite, OwnHead
+from ..layers.mla import OwnPerHead, PerHead
+from ..layers.products import GLU, Dense, OwnDense, OwnGLU, OwnStack, Stack, VerifyRouter
+
+EXACT, MATRIX = "exact", "matrix"
+# The site in the lane `matrix` of each kind of site, and its op.
+OWN: dict[type[Site], tuple[type[Site], str]] = {
+    **{Stack: (OwnStack, "matrix_qmm"), GLU: (OwnGLU, "matrix_glu"), Dense: (OwnDense, "matrix_gemv")},
+    **{PerHead: (OwnPerHead, "matrix_heads"), LMHeadSite: (OwnHead, "matrix_head")},
+}
+
+
+def in_matrix(site: Site) -> Site | None:
+    """Return a site's counterpart in the lane `matrix`, which shares its weights; None if its op is not of the lane.
+
+    Routers keep MLX's bits: they choose the experts.
+    """
+    for kind, (own, op) in OWN.items():
+        if isinstance(site, kind) and not isinstance(getattr(site, "module", None), VerifyRouter):
+            found = copy.copy(site)
+            found.__class__, found.matrix, found.op = own, True, op
+            return found
+    return None
+
+
+def become(site: Site, other: Site) -> None:
+    """Turn a site into another one of the same place; modules that hold the site then run that one."""
+    site.__class__, site.__dict__ = type(other), {**vars(other)}
+
+
+def take_machine_order() -> None:
+    """Let twins add products in the order of this machine's matrices; without Metal nothing changes."""
+    if orders := matrix_orders():
+        take_order(orders["float32"])
+
+
+def enter_matrix(model: Any, sites: Sequence[Site]) -> list[tuple[Site, Site]]:
+    """Turn a model's sites, off, into those of the lane "matrix"; return what `leave_matrix` needs."""
+    take_machine_order()
+    model.runtime.lane, changed = MATRIX, [(site, own) for site in sites if (own := in_matrix(site))]
+    before = [(site, copy.copy(site)) for site, _ in changed]
+    for site, own in changed:
+        become(site, own)
+    return before
+
+
+def leave_matrix(model: Any, before: Sequence[tuple[Site, Site]]) -> None:
+    """Turn sites back into those of the lane "exact", all off. before: as `enter_matrix` returned."""
+    model.runtime.lane = EXACT
+    for site, exact in before:
+        become(site, exact)
