@@ -29,6 +29,7 @@ FORMATS: list[CodeFormat] = [
 RELEASED: list[CodeFormat] = [("affine", 4, 64), ("affine", 8, 64)]  # the default formats of conversions
 BLOCKS = [of for of in FORMATS if of[0] in kernels.BLOCK_FORMATS]  # those that conversions of GGUF files keep
 AFFINE_ROWS = (1, 2, 4, 6, 8, 12)
+TILES = (1, 64), (2, 64), (3, 64), (8, 64), (8, 4096), (16, 64), (16, 4096)  # rows of x and of weights, by matrices
 WIDTHS = (128, 4096, 4224)  # of K: a quarter per lane, two packs per lane, one pack per lane
 # (N, K, heads first) of latent attention's products per head.
 PER_HEAD = ((512, 128, True), (128, 512, False), (512, 192, True))
@@ -110,15 +111,28 @@ def products(of: CodeFormat) -> Iterator[TimedLaunch]:
 
 def matrices(of: CodeFormat) -> Iterator[TimedLaunch]:
     """Yield launches of the lane `matrix`: matrix_qmm, matrix_glu, matrix_heads and matrix_head."""
-    for dtype in DTYPES if of in RELEASED else (mx.bfloat16,):
-        for m, n in ((1, 64), (2, 64), (3, 64), (8, 64), (8, 4096), (16, 64), (16, 4096)):
-            yield partial(kernels.matrix_qmm, rows(m, 512, dtype), weights(of, n, 512, dtype))
-    k = 512 if is_whole(of, 512) else 256
-    for m in (1, 3, 8, 16):
-        x, per_head = rows(m, 512, mx.bfloat16), mx.zeros((1, m, 2, k), mx.bfloat16)
-        yield partial(kernels.matrix_glu, x, weights(of, 64, 512, mx.bfloat16, ends=(32, 64)))
-        yield partial(kernels.matrix_heads, per_head, weights(of, 64, k, mx.bfloat16, 2), heads_first=m < 8)
-        yield partial(kernels.verify_head, x, weights(of, 1024, 512, mx.bfloat16), matrix=True)
+    dtypes = DTYPES if of in RELEASED else (mx.bfloat16,)
+    for dtype, (m, n), biased in itertools.product(dtypes, TILES, (False, True)):
+        x, w = rows(m, 512, dtype), weights(of, n, 512, dtype)
+        yield partial(kernels.matrix_qmm, x, replace(w, bias=mx.zeros((n,), dtype)) if biased else w)
+        if not biased:
+            yield partial(kernels.matrix_glu, x, weights(of, n, 512, dtype, ends=(n // 2, n)))
+        per_head, heads = mx.zeros((1, m, 2, 512), dtype), weights(of, 64, 512, dtype, 2)
+        yield partial(kernels.matrix_heads, per_head, heads, heads_first=biased)
+        head, mask = weights(of, 4096, 512, dtype), mx.zeros((m, 128), mx.int32) if biased else None
+        yield partial(kernels.verify_head, x, head, mask=mask, matrix=True)
+        if m in (1, 8):
+            yield partial(kernels.verify_head_top, x, head, 20 if biased else 1, matrix=True)
+
+
+def dense_matrices() -> Iterator[TimedLaunch]:
+    """Yield launches of matrix_gemv, and of matrix_head with unquantized weights."""
+    for dtype, (m, n), biased in itertools.product(DTYPES, TILES, (False, True)):
+        x, w = rows(m, 512, dtype), mx.zeros((n, 512), dtype)
+        yield partial(kernels.matrix_gemv, x, w, mx.zeros((n,), dtype) if biased else None)
+        head, mask = mx.zeros((4096, 512), dtype), mx.zeros((m, 128), mx.int32) if biased else None
+        yield partial(kernels.verify_head, x, head, mask=mask, matrix=True)
+        yield partial(kernels.verify_head_top, x, head, 20 if biased else 1, matrix=True)
 
 
 def experts(of: CodeFormat) -> Iterator[TimedLaunch]:
@@ -303,7 +317,7 @@ def groups(formats: Sequence[CodeFormat]) -> dict[str, Callable[[], Iterator[Tim
     found: dict[str, Callable[[], Iterator[TimedLaunch]]] = {
         **{f"{make.__name__} {'-'.join(map(str, of))}": partial(make, of) for make, of in quantized},
         **{f"attention {dtype}": partial(attention, dtype) for dtype in DTYPES},
-        **{make.__name__: make for make in (dense, dense_heads, routers, choices, probes)},
+        **{make.__name__: make for make in (dense, dense_heads, dense_matrices, routers, choices, probes)},
         **{make.__name__: make for make in (latent, norms, recurrences, spellings)},
     }
     return {name: partial(alternatives, make) for name, make in found.items()}

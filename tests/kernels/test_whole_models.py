@@ -15,7 +15,7 @@ from mlx.utils import tree_unflatten
 from plans import Listed, follow
 from quantized_models import quantized, save_checkpoints
 from stock_ops import stock_ops
-from sweep import SWEEP, sweep
+from sweep import SWEEP, sampled, sweep
 
 import mlx_mtp
 from mlx_mtp import emulator
@@ -24,12 +24,14 @@ from mlx_mtp.layers import blocks
 from mlx_mtp.layers.attention import Attention
 from mlx_mtp.layers.blocks import block_kind, to_blocks
 from mlx_mtp.tuning import kernel_sites, kernel_switch
+from mlx_mtp.tuning.kernel_verdict import KernelVerdict
 from mlx_mtp.tuning.plan import Plan
 
 pytestmark = linux_only
 PROMPT, LENGTH = [1, 2, 3, 4], 6
 EVERY = {"verify_attention", "attention_merge", "add_norm", "norm_rope", "verify_head"}
 DELTA = {"delta_inputs", "gated_delta_verify", "gated_norm"}
+ON = KernelVerdict(True, True, reason="asked for")
 OPS = {"step": EVERY | {"moe_route", "moe_glu", "moe_down"}, "hybrid": EVERY | DELTA}
 
 
@@ -39,8 +41,9 @@ def checkpoints(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def in_place_of_metal():
-    with emulator.emulated(emulator.Options(traffic=False)) as launches, stock_ops():
+def in_place_of_metal(unit: str = "forward"):
+    """Run kernels and MLX's operations as on a Mac whose matrix unit adds in this order."""
+    with emulator.emulated(emulator.Options(traffic=False, matrix_order=unit)) as launches, stock_ops():
         yield launches
 
 
@@ -127,14 +130,16 @@ def test_fifteen_drafts_keep_the_text_and_the_bits(dense, monkeypatch):
         compare(dense, passes[: None if SWEEP else 2], PROMPT + text)
 
 
-@sweep
-def test_packed_formats_keep_the_text_and_the_bits(tmp_path, monkeypatch):
-    """Every product, also of a single row, is our kernel's."""
-    directory, _ = families.headless(tmp_path / "whole", DENSE)
-    model = mlx_mtp.load_model(directory, draft_model=block_drafters.save(tmp_path / "drafter", DRAFTER))
+def to_block_format(model) -> None:
     paths = [path for path, m in model.named_modules() if block_kind(m) and m.weight.shape[-1] % 32 == 0]
     made = [(path, to_blocks(dict(model.named_modules())[path], "iq4_nl")) for path in paths]
     model.update_modules(tree_unflatten(made))
+
+
+@sweep
+def test_packed_formats_keep_the_text_and_the_bits(tmp_path, monkeypatch):
+    """Every product, also of a single row, is our kernel's."""
+    model = blocks_of(tmp_path)
     all_on(model)
     with in_place_of_metal() as launches:
         monkeypatch.setattr(mx, "quantized_matmul", None)
@@ -189,3 +194,67 @@ def test_verified_rows_have_the_bits_of_one_row_steps(checkpoints, name, monkeyp
     report = model.report
     assert all("off" not in line for line in report.kernels)
     assert all(line.endswith("at M=5, 6, 7, 8") for line in report.not_exact)
+
+
+LATENT = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "moe_intermediate_size": 32,
+}
+MATRICES = {"matrix_qmm", "matrix_glu", "matrix_head"}
+
+
+def latent(path):
+    config = families.FAMILIES["deepseek_v3"].config | LATENT
+    _, weights, _ = families.build("deepseek_v3", path / "whole", **LATENT)
+    routers = {name: weights.pop(name).astype(mx.bfloat16) for name in [*weights] if "mlp.gate." in name}
+    config |= {"quantization": {"group_size": 32, "bits": 4}}
+    return mlx_mtp.load_model(tiny.save(path / "latent", config, quantized(weights) | routers))
+
+
+def unquantized(path):
+    directory, _ = families.headless(path / "whole", DENSE)
+    return mlx_mtp.load_model(directory, draft_model=block_drafters.save(path / "drafter", DRAFTER))
+
+
+def blocks_of(path):
+    model = unquantized(path)
+    to_block_format(model)
+    return model
+
+
+# Models, and their kernels of the lane matrix.
+MODELS = {
+    "unquantized": (unquantized, {"matrix_qmm", "matrix_head"}),
+    "blocks": (blocks_of, MATRICES),
+    "latent": (latent, {*MATRICES, "matrix_heads"}),
+    "step": (lambda path: mlx_mtp.load_model(save_checkpoints(path)["step"]), MATRICES),
+}
+UNITS = [*zip(MODELS, ("forward", "pairs", "strides", "wide"), strict=True)]
+
+
+@pytest.mark.parametrize(("name", "unit"), sampled([("blocks", "pairs")], UNITS))
+def test_rows_in_the_lane_matrix_have_the_bits_of_one_row_steps(name, unit, tmp_path, monkeypatch):
+    """Of verifies of two to eight rows, whose text is that without drafts."""
+    drafts = sampled((4,), range(7, 0, -1))
+    (make, ops), length = MODELS[name], len(drafts) + 2
+    model = make(tmp_path)
+    monkeypatch.setattr(kernel_switch, "decide", lambda trials, **_: {trial.key: ON for trial in trials})
+    with in_place_of_metal(unit) as launches:
+        lines, not_exact = kernel_switch.switch_on(model, "matrix")
+        assert model.runtime.lane == "matrix"
+        assert not_exact == (("attention",) if model.drafter else ())  # the drafter's
+        assert all(any(line.startswith(op) for line in lines) for op in ops - {"matrix_qmm"})
+        passes = recorded(model)
+        text = [
+            token
+            for token, *_ in mlx_mtp.generate_step(PROMPT, model, max_tokens=len(drafts) + 2, num_draft_tokens=0)
+        ]
+        del passes[:], launches[:]
+        follow(monkeypatch, Listed([Plan("lookup", n) for n in drafts]))
+        assert text_of(model, 7, length) == text
+        assert ops <= {launch.kernel for launch in launches}
+        assert {n + 1 for n in drafts} <= {len(fed) for _, fed, _ in passes}
+        compare(model, passes, PROMPT + text)
