@@ -127,7 +127,9 @@ def prefilled(model: Any, prompt: Sequence[int], k: int, step: int, more: int) -
 def _seated(work: Workload) -> tuple[Alone, list[int]]:
     """Prefill the prompt of `work`; return its sequence's seating before the first cycle, and the first token."""
     cache, hidden = prefilled(work.model, work.prompt, work.k, work.step, work.max_tokens)
-    sequence = Decoded(cache, Picker(), StopSequences().matcher(), work.max_tokens, work.k, 0, Stats(), longest=0, uid=0)
+    sequence = Decoded(
+        cache, Picker(), StopSequences().matcher(), work.max_tokens, work.k, 0, Stats(), longest=0, uid=0
+    )
     run, first = first_tokens(work.model, sequence, hidden)
     cache.pop_row()
     sequence.base = cache.offset - 1

@@ -17,7 +17,7 @@ INTERPOLATED = 2  # rows that are not timed in the lane "matrix", to compile few
 FEW = 0.05  # share of all quantized weights of products below which those of a format are not timed
 BUDGET = 3.0  # seconds of a load, without compilation
 Seconds = dict[str, dict[int, float]]  # by lane and number of rows
-Timer = Callable[[Sequence[Site], Sequence[int], mx.Dtype, float], Seconds]
+OpTimer = Callable[[Sequence[Site], Sequence[int], mx.Dtype, float], Seconds]
 
 
 class LaneCosts(NamedTuple):
@@ -27,7 +27,7 @@ class LaneCosts(NamedTuple):
     draft: Mapping[str, float]
 
 
-def measured(model: Any, sites: Sequence[Site], rows: Sequence[int], timer: Timer | None = None) -> LaneCosts:
+def measured(model: Any, sites: Sequence[Site], rows: Sequence[int], timer: OpTimer | None = None) -> LaneCosts:
     """Return a model's costs. sites: those of the lane "exact", off. timer: replaces `op_seconds`, for tests.
 
     Each timed shape is compiled for both lanes, so of the products by quantized weights of one format only that with
