@@ -84,16 +84,15 @@ def better_lane(costs: LaneCosts, drafting: PassDrafts) -> LaneChoice:
     rates = {lane: [_rate(costs, drafting, lane, k) for k in range(drafting.most + 1)] for lane in (EXACT, MATRIX)}
     best = int(np.argmax(rates[MATRIX]))
     faster = rates[MATRIX][best] > MARGIN * max(rates[EXACT])
-    ours, exact = (_seconds(costs, lane, best + 1) / plain for lane in (MATRIX, EXACT))
-    tokens = f"{drafting.tokens(best):.1f} tokens a pass"
-    text = f"M={best + 1} costs {ours:.1f} plain steps instead of {exact:.1f}; {tokens}"
+    ours, exact = (f"{_seconds(costs, lane, best + 1) / plain:.1f}" for lane in (MATRIX, EXACT))
+    text = f"M={best + 1} costs {ours} plain steps instead of {exact}; {drafting.tokens(best):.1f} tokens a pass"
     return LaneChoice(MATRIX, text) if faster else LaneChoice(EXACT, f"matrix is no faster: {text}")
 
 
 def _rate(costs: LaneCosts, drafting: PassDrafts, lane: str, drafts: int) -> float:
     """Return the tokens per second of passes with this number of drafts."""
-    seconds = _seconds(costs, lane, drafts + 1) + drafting.passes(drafts) * costs.draft[lane]
-    return drafting.tokens(drafts) / seconds
+    drafted = drafting.passes(drafts) * costs.draft[lane]
+    return drafting.tokens(drafts) / (_seconds(costs, lane, drafts + 1) + drafted)
 
 
 def _seconds(costs: LaneCosts, lane: str, m: int) -> float:
