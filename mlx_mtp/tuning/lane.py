@@ -20,7 +20,7 @@ from .ab_test import failing
 from .cost_file import backend, learned_counts, shapes_of
 from .costs import PRIOR_ACCEPTANCE, accepted_shares
 from .kernel_verdict import MARGIN
-from .lane_costs import PassCosts, measured
+from .lane_costs import LaneCosts, measured
 from .lane_sites import EXACT, MATRIX, in_matrix, take_machine_order
 from .verdict_file import kernel_facts
 
@@ -39,7 +39,7 @@ class LaneChoice(NamedTuple):
         return f"lane {self.lane}: {self.reason}"
 
 
-class Drafting(NamedTuple):
+class PassDrafts(NamedTuple):
     """The drafts of a model's passes.
 
     source: the drafter's name in plans; most: maximum drafts of a pass. shares: `costs.accepted_shares` up to there.
@@ -50,7 +50,7 @@ class Drafting(NamedTuple):
     shares: Sequence[float]
 
     @classmethod
-    def of(cls, model: Any, fingerprint: str) -> "Drafting":
+    def of(cls, model: Any, fingerprint: str) -> "PassDrafts":
         """Return those of a model with the default number of drafts, and with the counts of earlier generations."""
         source, most = getattr(model.drafter, "source", "heads"), default_draft_tokens(model)
         counts = learned_counts(fingerprint).get(source, [])
@@ -70,7 +70,7 @@ def rows_to_measure(drafts: int) -> tuple[int, ...]:
     return tuple(m for m in (1, 2, 4, 8, 16) if m <= TILED or m < 2 * (drafts + 1))
 
 
-def better_lane(costs: PassCosts, drafting: Drafting) -> LaneChoice:
+def better_lane(costs: LaneCosts, drafting: PassDrafts) -> LaneChoice:
     """Return the lane "matrix" if it is faster by MARGIN, each lane with its best number of drafts, else "exact".
 
     It is "exact", too, if a single row costs more than SLOWER of one there.
@@ -84,19 +84,18 @@ def better_lane(costs: PassCosts, drafting: Drafting) -> LaneChoice:
     rates = {lane: [_rate(costs, drafting, lane, k) for k in range(drafting.most + 1)] for lane in (EXACT, MATRIX)}
     best = int(np.argmax(rates[MATRIX]))
     faster = rates[MATRIX][best] > MARGIN * max(rates[EXACT])
-    ours, exact = (_seconds(costs, lane, best + 1) / plain for lane in (MATRIX, EXACT))
-    tokens = f"{drafting.tokens(best):.1f} tokens a pass"
-    text = f"M={best + 1} costs {ours:.1f} plain steps instead of {exact:.1f}; {tokens}"
+    ours, exact = (f"{_seconds(costs, lane, best + 1) / plain:.1f}" for lane in (MATRIX, EXACT))
+    text = f"M={best + 1} costs {ours} plain steps instead of {exact}; {drafting.tokens(best):.1f} tokens a pass"
     return LaneChoice(MATRIX, text) if faster else LaneChoice(EXACT, f"matrix is no faster: {text}")
 
 
-def _rate(costs: PassCosts, drafting: Drafting, lane: str, drafts: int) -> float:
+def _rate(costs: LaneCosts, drafting: PassDrafts, lane: str, drafts: int) -> float:
     """Return the tokens per second of passes with this number of drafts."""
-    seconds = _seconds(costs, lane, drafts + 1) + drafting.passes(drafts) * costs.draft[lane]
-    return drafting.tokens(drafts) / seconds
+    drafted = drafting.passes(drafts) * costs.draft[lane]
+    return drafting.tokens(drafts) / (_seconds(costs, lane, drafts + 1) + drafted)
 
 
-def _seconds(costs: PassCosts, lane: str, m: int) -> float:
+def _seconds(costs: LaneCosts, lane: str, m: int) -> float:
     """Return the cost of m rows, interpolated; matrices multiply rows of a whole tile at one cost."""
     rows = costs.rows[lane]
     m = min(n for n in rows if n >= m) if lane == MATRIX and m > TILED else m
@@ -129,9 +128,9 @@ def without_matrix(model: Any, wrong: str, *, remembered: bool) -> LaneChoice:
     return choice
 
 
-def _file_of(model: Any) -> tuple[Drafting, RememberedFile]:
+def _file_of(model: Any) -> tuple[PassDrafts, RememberedFile]:
     """Return a model's drafting and the file of its lane, on this machine and with these versions and kernels."""
-    drafting = Drafting.of(model, fingerprint := shapes_of(model))
+    drafting = PassDrafts.of(model, fingerprint := shapes_of(model))
     facts = {**kernel_facts(fingerprint), **backend(), "drafter": [drafting.source, drafting.most]}
     return drafting, RememberedFile("lanes", facts, "the choice of a lane cannot be kept for the next load")
 

@@ -17,17 +17,17 @@ INTERPOLATED = 2  # rows that are not timed in the lane "matrix", to compile few
 FEW = 0.05  # share of all quantized weights of products below which those of a format are not timed
 BUDGET = 3.0  # seconds of a load, without compilation
 Seconds = dict[str, dict[int, float]]  # by lane and number of rows
-Timer = Callable[[Sequence[Site], Sequence[int], mx.Dtype, float], Seconds]
+OpTimer = Callable[[Sequence[Site], Sequence[int], mx.Dtype, float], Seconds]
 
 
-class PassCosts(NamedTuple):
+class LaneCosts(NamedTuple):
     """Seconds of a pass's products and experts by lane and number of rows, and by lane those of a drafter's pass."""
 
     rows: Seconds
     draft: Mapping[str, float]
 
 
-def measured(model: Any, sites: Sequence[Site], rows: Sequence[int], timer: Timer | None = None) -> PassCosts:
+def measured(model: Any, sites: Sequence[Site], rows: Sequence[int], timer: OpTimer | None = None) -> LaneCosts:
     """Return a model's costs. sites: those of the lane "exact", off. timer: replaces `op_seconds`, for tests.
 
     Each timed shape is compiled for both lanes, so of the products by quantized weights of one format only that with
@@ -48,7 +48,7 @@ def measured(model: Any, sites: Sequence[Site], rows: Sequence[int], timer: Time
         if head and [head] in shapes:
             of_head = {lane: _weights([head]) / each * found[lane][1] for lane in total}
     body = _body(model)
-    return PassCosts(total, {lane: of_head[lane] + body * total[lane][1] for lane in total})
+    return LaneCosts(total, {lane: of_head[lane] + body * total[lane][1] for lane in total})
 
 
 def _weights(same: Sequence[Site]) -> int:

@@ -12,7 +12,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_mtp.checkpoint import head_self_test
-from mlx_mtp.tuning.lane_costs import PassCosts
+from mlx_mtp.tuning.lane_costs import LaneCosts
 
 SHARES: dict[tuple, tuple[tuple[str, float], ...]] = {}
 
@@ -27,8 +27,8 @@ def shorten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("mlx_lm.models.base.inspect", SimpleNamespace(signature=functools.cache(inspect.signature)))
 
 
-def equal_costs(model, sites, rows) -> PassCosts:
-    return PassCosts(dict.fromkeys(("exact", "matrix"), dict.fromkeys(rows, 1.0)), {"exact": 0.0, "matrix": 0.0})
+def equal_costs(model, sites, rows) -> LaneCosts:
+    return LaneCosts(dict.fromkeys(("exact", "matrix"), dict.fromkeys(rows, 1.0)), {"exact": 0.0, "matrix": 0.0})
 
 
 def self_test(model, path: Path, texts: dict[str, list[int]]) -> None:

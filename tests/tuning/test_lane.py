@@ -22,8 +22,8 @@ from mlx_mtp.tuning.ab_test import FAILS
 from mlx_mtp.tuning.cost_file import RememberedCosts, shapes_of
 from mlx_mtp.tuning.costs import Costs
 from mlx_mtp.tuning.kernel_verdict import KernelVerdict, off
-from mlx_mtp.tuning.lane import Drafting, LaneChoice, better_lane, chosen_lane, rows_to_measure
-from mlx_mtp.tuning.lane_costs import PassCosts, measured
+from mlx_mtp.tuning.lane import LaneChoice, PassDrafts, better_lane, chosen_lane, rows_to_measure
+from mlx_mtp.tuning.lane_costs import LaneCosts, measured
 from mlx_mtp.tuning.lane_sites import enter_matrix, in_matrix, leave_matrix
 
 pytestmark = linux_only
@@ -35,12 +35,12 @@ EXACT_COSTS = {1: 1.0, 2: 1.1, 4: 1.6, 8: 2.9, 16: 5.4}
 MATRIX_COSTS = {1: 1.01, 4: 1.4, 8: 1.5, 16: 2.3}
 
 
-def costs(exact=EXACT_COSTS, matrix=MATRIX_COSTS, draft=0.0) -> PassCosts:
-    return PassCosts({"exact": exact, "matrix": matrix}, {"exact": draft, "matrix": draft})
+def costs(exact=EXACT_COSTS, matrix=MATRIX_COSTS, draft=0.0) -> LaneCosts:
+    return LaneCosts({"exact": exact, "matrix": matrix}, {"exact": draft, "matrix": draft})
 
 
-def drafting(share: float, most: int = 7, source: str = "block") -> Drafting:
-    return Drafting(source, most, [share] * most)
+def drafting(share: float, most: int = 7, source: str = "block") -> PassDrafts:
+    return PassDrafts(source, most, [share] * most)
 
 
 @pytest.fixture(scope="module")
@@ -282,16 +282,16 @@ def test_without_drafts_the_lane_is_exact(stub, measures):
 
 def test_learned_acceptance_counts(stub, own_cache):
     """Those of the newest file of this model with any kernels; another model's are not."""
-    before = Drafting.of(stub, shapes_of(stub))
+    before = PassDrafts.of(stub, shapes_of(stub))
     assert before == ("heads", 3, [0.6] * 3)
     known = Costs()
     known.counts = {"heads": [[99.0, 100.0], [50.0, 100.0]], "lookup 3": [[1.0, 100.0]]}
     RememberedCosts("another", "auto").keep(known)
-    assert Drafting.of(stub, shapes_of(stub)) == before
+    assert PassDrafts.of(stub, shapes_of(stub)) == before
     RememberedCosts(shapes_of(stub), "with a kernel").keep(known)
-    assert Drafting.of(stub, shapes_of(stub)).shares == pytest.approx([0.988, 0.502, 0.502], abs=0.001)
+    assert PassDrafts.of(stub, shapes_of(stub)).shares == pytest.approx([0.988, 0.502, 0.502], abs=0.001)
     stub.drafter = SimpleNamespace(source="block", usual=3, most=3)
-    assert Drafting.of(stub, shapes_of(stub)) == ("block", 3, [0.75] * 3)
+    assert PassDrafts.of(stub, shapes_of(stub)) == ("block", 3, [0.75] * 3)
 
 
 def test_without_products_the_lane_is_exact(stub, measures):
@@ -357,7 +357,7 @@ def switched(model, monkeypatch, asked, wrong=""):
 
 
 @pytest.mark.parametrize("asked", ["exact", "matrix"])
-def test_a_lane_that_is_asked_for_is_not_measured(model, measures, monkeypatch, own_cache, asked):
+def test_a_requested_lane_is_not_measured(model, measures, monkeypatch, own_cache, asked):
     lines, calls = switched(model, monkeypatch, asked)
     assert lines[0] == f"lane {asked}: asked for"
     assert model.runtime.lane == asked
@@ -381,7 +381,7 @@ def test_products_of_the_chosen_lane_come_first_at_every_count(model, measures, 
 def test_a_wrong_product_puts_the_whole_model_in_the_lane_exact(
     model, checkpoint, measures, monkeypatch, own_cache, asked, wrong, loads
 ):
-    """Later loads choose it at once, unless memory was short; what is asked for is tried again."""
+    """Later loads choose it at once, unless memory was short; a requested lane is tried again."""
     reason = f"lane exact: matrix is wrong: {wrong}"
     with pytest.warns(UserWarning, match=reason):
         lines, calls = switched(model, monkeypatch, asked, wrong)
