@@ -1,7 +1,6 @@
 """In a batch each sequence has the text that it has alone, with a grammar or without."""
 
 import itertools
-import time
 
 import grammars
 import mlx.core as mx
@@ -53,14 +52,14 @@ def test_each_sequence_has_the_text_that_it_has_alone(tiny_models, replay, k, sa
     expected = [alone(model, prompt, pattern, **sampling) for prompt, pattern in zip(PROMPTS, PATTERNS, strict=True)]
     options = {"num_draft_tokens": k, "compile_cycles": replay, "draft_p_min": p_min, **sampling}
     batch = mlx_mtp.BatchGenerator(model, max_tokens=N, adaptive=False, grammar_drafts=most, **options)
-    stats, tic = [mlx_mtp.Stats() for _ in PROMPTS], time.perf_counter()
+    stats = [mlx_mtp.Stats() for _ in PROMPTS]
     batch.insert(PROMPTS[:3], grammars=[made(pattern) for pattern in PATTERNS[:3]], stats=stats[:3])
     answers: dict = {}
     for response in itertools.chain.from_iterable(batch.next()[1] for _ in range(3)):
         answers.setdefault(response.uid, []).append(response)
     batch.insert(PROMPTS[3:], grammars=[made(PATTERNS[3])], stats=stats[3:])
     assert tokens_of(drain(batch, answers)) == expected
-    assert all(0 < each.wait_time <= each.decode_time <= time.perf_counter() - tic for each in stats)
+    assert all(0 < each.wait_time <= each.decode_time for each in stats)
     assert (stats[0].grammar_accepted > 0) == (most is None and k > 0)
     assert stats[1].grammar_drafted == 0
     # Cycles whose drafts p_min cuts are not recorded, and these answers may have no other kind twice.

@@ -178,10 +178,11 @@ def test_texts_include_the_block_formats():
     found = {}
     for each in launches():
         given = dict(each.call["template"])
-        if given.get("KIND", 0) >= _quantized.BLOCKS:
+        if given.get("KIND", 0) in (_quantized.BLOCKS, _quantized.SUPERBLOCKS):
             assert given["S"] == mx.uint16
             found.setdefault(each.text.kernel, set()).add((given["BITS"], given["GROUP"], given["KIND"]))
     ops = {"verify_qmm", "verify_glu", "verify_qmm_heads", "verify_head", "moe_glu", "moe_relu2", "moe_down"}
+    ops |= {"matrix_qmm", "matrix_glu", "matrix_heads", "matrix_head"}
     three = {(4, 32, _quantized.BLOCKS), (4, 32, _quantized.SUPERBLOCKS), (6, 16, _quantized.SUPERBLOCKS)}
     assert found == dict.fromkeys(ops, three)
 

@@ -271,7 +271,7 @@ TABLES = {
     "kernels, emulated": (lambda: kernels_result(timed=False), 1, ["8.00x"]),
     "profile": (lambda: profile_result(noise=0), 1, ["  build the verify", "12.00", "0.50"]),
     "decode": (lambda: decode_result((512, 4096), noise=0), 4, ["adaptive", "90%/70%/40%", "100.0"]),
-    "model": (model_result, 5, ["plain step", "verify"]),
+    "model": (model_result, 6, ["plain step", "verify"]),
 }
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import time
 
 import mlx.core as mx
 import pytest
@@ -91,9 +90,9 @@ class Subjects:
         return [*tokens]
 
     def assert_same(self, case: dict) -> Stats:
-        expected, stats, tic = self.plain(case["kv_bits"], case["sampling"]), Stats(), time.perf_counter()
+        expected, stats = self.plain(case["kv_bits"], case["sampling"]), Stats()
         assert self.text(case, stats) == expected, case
-        assert 0 < stats.wait_time <= stats.decode_time <= time.perf_counter() - tic
+        assert 0 < stats.wait_time <= stats.decode_time
         assert_adds_up(stats, case)
         return stats
 

@@ -80,7 +80,8 @@ def test_the_kernel_attends_to_selected_rows(tmp_path, quick_trials):
     x, found = mx.random.normal((1, 2 * TOPK + 1, families.H)), []
     with emulator.emulated(emulator.Options(traffic=False)) as launches:
         assert ab_test.check(tried) is None
-        wrong = replace(tried, pairs=[(lambda x: [1.1 * site.ours(x)[0]], site.stock)], bits=False)
+        wrong, alone = lambda x: [1.1 * site.ours(x)[0]], lambda x: [1.1 * tried.alone[0](x)[0]]
+        wrong = replace(tried, pairs=[(wrong, site.stock)], alone=[alone])
         assert "errs by" in ab_test.check(wrong)
         del launches[:]
         for on in ((), (3, 4)):
