@@ -191,6 +191,16 @@ def verify_head(
     return _verify_head_metal(x, weights, bias, mask=mask, split=split, matrix=matrix)[1][:, 0]
 
 
+def greatest_logit(
+    x: mx.array, weights: Weights, bias: Maybe = None, *, split: bool = False, matrix: bool = False
+) -> mx.array:
+    """Return the logit, float32 [M], of the token that `verify_head` returns, by the same launches."""
+    _check(x, weights, bias)
+    if not (on_metal() and supported(x, weights, bias)):
+        return logits_ref(x, weights, bias).astype(mx.float32).max(axis=-1)
+    return _verify_head_metal(x, weights, bias, split=split, matrix=matrix)[0][:, 0]
+
+
 def verify_head_draw(
     x: mx.array,
     weights: Weights,

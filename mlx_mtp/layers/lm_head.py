@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..kernels import Quantized, draw_ref, masked, splits, top_ref, verify_head, verify_head_draw, verify_head_top
-from ..kernels.verify_head import logits_ref
+from ..kernels.verify_head import greatest_logit, logits_ref
 from .blocks import BlockEmbedding, BlockLinear, is_blocks, made_of
 from .kernel_site import Site, format_of, known_format, quantized, rows_of
 from .scaled import SCALE, ScaledLinear
@@ -73,8 +73,8 @@ class OwnHead(LMHeadSite):
         return not self.matrix and super().splits(rows)
 
     def computed(self, x: mx.array, split: bool) -> list[mx.array]:
-        how = {"split": split, "matrix": self.matrix}
-        return [verify_head_top(x, self.weights, 1, self.bias, **how)[0].astype(x.dtype)]
+        y = greatest_logit(x, self.weights, self.bias, split=split, matrix=self.matrix)
+        return [y[:, None].astype(x.dtype)]
 
     def stock(self, x: mx.array) -> list[mx.array]:
         return [self.logits(x).max(axis=-1, keepdims=True)]
