@@ -291,7 +291,8 @@ METAL_FUNC void unit_sums(
 template <typename T, typename S, int BITS, int KIND, int GROUP, int ROWS, int HEIGHT, int STACKED>
 METAL_FUNC void twin_products(const thread Tile<T, S>& tile, int simd, int lane, threadgroup float* sums) {
   using U = Unit<T, S, BITS, KIND, GROUP>;
-  constexpr int RESULTS = HEIGHT / SLICES, RUN = U::RUN, STEPS = ROWS > 2 ? RUN / 2 : RUN; // three rows load fewer values
+  constexpr int RESULTS = HEIGHT / SLICES, RUN = U::RUN;
+  constexpr int STEPS = KIND == PLAIN && BITS == 32 ? 1 : ROWS > 2 ? RUN / 2 : RUN; // values of x that are loaded at once
   const int K = tile.K;
   const int row_bytes = KIND == PLAIN ? K * (BITS / 8) : K / 8 * BITS, row_scales = scales_of_row<KIND, GROUP>(K);
   const int first = tile.template row<HEIGHT, STACKED>(simd * RESULTS);

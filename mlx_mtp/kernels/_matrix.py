@@ -46,13 +46,17 @@ def matrix_rows(m: int) -> int:
     return m if has_twin() and m <= TWIN_ROWS else min(ROWS_ONCE, -(-m // SIDE) * SIDE)
 
 
-def matrix_tile(m: int, n: int, weights: Quantized | mx.array, most: int = ROWS_ONCE) -> MatrixTile:
-    """Return the tile for m rows of x and n weight rows; no bits depend on it. most: rows per threadgroup."""
-    if (rows := matrix_rows(m)) <= TWIN_ROWS:
-        spills = rows == TWIN_ROWS and isinstance(weights, mx.array)
-        return MatrixTile(rows, 32 if rows == 1 else 8 if spills else 16)
-    spills = rows > SIDE and isinstance(weights, Quantized) and weights.bits not in (4, 8)
-    return MatrixTile(min(rows, most), 32 if n >= TALL and not spills else 16)
+def matrix_tile(x: mx.array, n: int, weights: Quantized | mx.array, most: int = ROWS_ONCE) -> MatrixTile:
+    """Return the tile for x [M, K] and n weight rows; no bits depend on it. most: rows per threadgroup.
+
+    It has fewer weight rows where a thread's values would exceed its registers.
+    """
+    long, bits = x.dtype == mx.float32, weights.bits if isinstance(weights, Quantized) else 8 * x.dtype.size
+    if (rows := matrix_rows(len(x))) <= TWIN_ROWS:
+        many = bits == 32 or (rows == TWIN_ROWS and (long or bits >= 8))
+        return MatrixTile(rows, 8 if many else 32 if rows == 1 else 16)
+    many = long or (bits not in (4, 8, 16) and (rows > SIDE or bits == 2))
+    return MatrixTile(min(rows, most), 16 if many or n < TALL else 32)
 
 
 def weight_inputs(weights: Quantized | mx.array, dtype: mx.Dtype) -> tuple[dict[str, mx.array], dict[str, object]]:

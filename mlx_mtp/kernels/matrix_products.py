@@ -32,7 +32,7 @@ def matrix_qmm(x: mx.array, weights: Quantized) -> list[mx.array]:
 def _product(x: mx.array, weights: Quantized | mx.array, ends: tuple[int, ...], bias: Maybe) -> mx.array:
     """Return x [M, K] times each of the weights that end at `ends`, plus the bias: one [M, N_p] after another."""
     m, n = x.shape[0], ends[-1]
-    tile = matrix_tile(m, n, weights)
+    tile = matrix_tile(x, n, weights)
     more = {"ends": constants(mx.int32, *ends), "bias": x if bias is None else bias}
     groups = -(-m // tile.rows), -(-n // tile.height), 1
     outputs, template = {"y": ((m * n,), x.dtype)}, {"BIAS": bias is not None}
@@ -70,7 +70,7 @@ def matrix_glu(x: mx.array, weights: Quantized, limit: float | None = None) -> m
         gate, up = matrix_qmm(x, weights)
         return activated(gate, up, limit)
     flat, height = x.reshape(-1, weights.k).astype(weights.dtype(x)), weights.ends[0]
-    m, tile = flat.shape[0], matrix_tile(flat.shape[0], 2 * height, weights)
+    m, tile = flat.shape[0], matrix_tile(flat, 2 * height, weights)
     more = {"limit": constants(flat.dtype, math.inf if limit is None else limit)}
     groups = -(-m // tile.rows), -(-2 * height // tile.height), 1
     (y,) = launch_tiles("matrix_glu", flat, weights, {"y": ((m, height), flat.dtype)}, tile, groups, more, {})
@@ -88,7 +88,7 @@ def matrix_heads(x: mx.array, weights: Quantized, *, heads_first: bool) -> mx.ar
         return verify_qmm_heads_ref(x, weights, heads_first=heads_first)
     x = x.astype(weights.dtype(x))
     (_, m, heads, _), (n,) = x.shape, weights.ends
-    tile, shape = matrix_tile(m, n, weights), (1, heads, m, n) if heads_first else (1, m, heads, n)
+    tile, shape = matrix_tile(x[0], n, weights), (1, heads, m, n) if heads_first else (1, m, heads, n)
     groups = -(-m // tile.rows), -(-n // tile.height), heads
     outputs, template = {"y": (shape, x.dtype)}, {"HEADS_FIRST": heads_first}
     return launch_tiles("matrix_heads", x, weights, outputs, tile, groups, {}, template)[0]

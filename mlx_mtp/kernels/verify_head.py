@@ -112,7 +112,7 @@ def _verify_head_metal(
     outputs = {"values": ((m, tiles, n + with_sum), mx.float32), "indices": ((m, tiles, n), mx.int32)}
     template = {"TILE": tile(n), "BIAS": bias is not None, "MASK": mask is not None, "SUM": with_sum}
     if matrix:
-        part = matrix_tile(m, _columns(weights), weights, ROWS_ONCE if tile(n) == tile(1) else SIDE)
+        part = matrix_tile(x, _columns(weights), weights, ROWS_ONCE if tile(n) == tile(1) else SIDE)
         groups = -(-m // part.rows), tiles, 1
         values, indices = launch_tiles("matrix_head", x, weights, outputs, part, groups, more, template)
     else:

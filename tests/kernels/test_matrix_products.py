@@ -61,7 +61,7 @@ class Case(NamedTuple):
 
 CASES = [
     Case(("affine", 4, 64), 9, 2368, F32, contraction="fast"),
-    Case(("affine", 3, 32), 41, 160, BF16, ("strides", True), "fast", "reverse", tall=0),
+    Case(("affine", 3, 32), 41, 160, BF16, ("strides", True), "fast", "reverse", tall=0, counts=(3, 8)),
     Case(("affine", 5, 128), 33, 384, F16, ("backward", True), "on", 7),
     Case(("affine", 2, 64), 7, 320, F32, ("pairs", False), "fast"),
     Case(("affine", 8, 32), 9, 96, F32, ("products first", True), "on"),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import pytest
 from metal_cases import linux_only
-from metal_texts import FEW, GROUPS, collected
+from metal_texts import FEW, GROUPS, collected, texts
 from registers import Registers, registers
 from sweep import SWEEP, sampled
 
@@ -56,6 +56,19 @@ def test_kernels_have_registers_or_can_split_rows(group):
             found = counted(text)
             assert threads * found.words * 4 <= REGISTERS, (text.text[-300:], threads, found)
             assert found.threadgroup < THREADGROUP, text.text[-300:]
+
+
+PRODUCTS = [group for group in GROUPS if "matrices" in group]
+
+
+@pytest.mark.parametrize("group", sampled(["matrices affine-4-64"], PRODUCTS))
+def test_products_by_matrices_spill_nothing(group):
+    """At any tile; but of three rows of unquantized weights, for which a lane holds 32 of a row."""
+    found = [text for text in texts(GROUPS[group](), None if SWEEP else 4) if text.kernel.startswith("matrix_")]
+    for text in found:
+        count, three = counted(text), group == "dense_matrices" and re.search(r"_64_4_3_8_", text.text)
+        assert count.spilled <= (16 if three else 0), (text.text[-300:], count)
+        assert count.threadgroup <= THREADGROUP
 
 
 BF16 = mx.bfloat16

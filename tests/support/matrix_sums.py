@@ -78,11 +78,13 @@ def product(x: mx.array, weights: Quantized | mx.array) -> np.ndarray:
     """Return x [M, K] times the transposed weights [N, K], float32 [M, N], in the order "forward"."""
     values = np.array(x.astype(mx.float32))
     plain = isinstance(weights, mx.array)
-    group = 64 if plain else weights.group_size
-    codes = np.array(weights.astype(x.dtype).astype(mx.float32)) if plain else codes_of(weights)
-    scales = None if plain else scales_of(weights)
-    affine = not plain and weights.biases is not None
-    biases = np.array(weights.biases.astype(mx.float32)) if affine else None
+    group = 64 if isinstance(weights, mx.array) else weights.group_size
+    added = None if isinstance(weights, mx.array) else weights.biases
+    codes = (
+        np.array(weights.astype(x.dtype).astype(mx.float32)) if isinstance(weights, mx.array) else codes_of(weights)
+    )
+    scales = np.ones((1, 1), F32) if isinstance(weights, mx.array) else scales_of(weights)
+    biases = None if added is None else np.array(added.astype(mx.float32))
     k = values.shape[1]
     values, codes = (np.pad(a, ((0, 0), (0, -k % 64))) for a in (values, codes))
     unit = min(group, 64)
@@ -95,7 +97,7 @@ def product(x: mx.array, weights: Quantized | mx.array) -> np.ndarray:
             if plain:
                 term = sums[0]
                 continue
-            if affine:
+            if biases is not None:
                 term = fma(biases[None, :, at // group], sums[1][:, None], term)
             term = fma(scales[None, :, at // group], sums[0], term)
         slices[block // 256 % 8] += term
