@@ -131,9 +131,9 @@ def text_of(of: tuple[str, int, int] | None, m: int) -> tuple[str, str]:
 
 def of_matrix(of: tuple[str, int, int] | None, m: int) -> Instructions:
     """Return the instructions of m rows in the lane `matrix`, in the tile of tall weights."""
-    w = mx.zeros((N, K)) if of is None else weights(of, N, K, mx.bfloat16)
-    tile = matrix_tile(m, N, w)
-    if m > TWIN_ROWS:  # a simdgroup takes a block of 64 values at a time, four per turn
+    w = mx.zeros((N, K), mx.bfloat16) if of is None else weights(of, N, K, mx.bfloat16)
+    tile = matrix_tile(rows(m, K, mx.bfloat16), N, w)
+    if tile.rows > TWIN_ROWS:  # a simdgroup takes a block of 64 values at a time, four per turn
         return counted(listing(*text_of(of, m)), (1 / 4, 1), 64 * tile.height / 32)
     parts = 64 / (16 if of and of[2] < 32 else 32)  # a lane takes a block, part by part
     return counted(listing(*text_of(of, m)), (1, parts), 64 * tile.height / 8)

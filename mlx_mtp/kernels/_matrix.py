@@ -49,10 +49,14 @@ def matrix_rows(m: int) -> int:
 def matrix_tile(x: mx.array, n: int, weights: Quantized | mx.array, most: int = ROWS_ONCE) -> MatrixTile:
     """Return the tile for x [M, K] and n weight rows; no bits depend on it. most: rows per threadgroup.
 
-    It has fewer weight rows where a thread's values would exceed its registers.
+    It has fewer weight rows where a thread's values would exceed its registers, and matrices for three rows of
+    unquantized weights.
     """
     long, bits = x.dtype == mx.float32, weights.bits if isinstance(weights, Quantized) else 8 * x.dtype.size
-    if (rows := matrix_rows(len(x))) <= TWIN_ROWS:
+    rows = matrix_rows(len(x))
+    if rows == TWIN_ROWS and isinstance(weights, mx.array):
+        rows = SIDE
+    if rows <= TWIN_ROWS:
         many = bits == 32 or (rows == TWIN_ROWS and (long or bits >= 8))
         return MatrixTile(rows, 8 if many else 32 if rows == 1 else 16)
     many = long or (bits not in (4, 8, 16) and (rows > SIDE or bits == 2))

@@ -50,7 +50,7 @@ MATRIX_LANE = {
     "affine 4": (3.62, 5.88, 7.75, 3.46, 4.65),
     "iq4_xs": (8.62, 10.58, 12.25, 8.46, 9.34),
     "q6_k": (5.01, 7.09, 8.79, 6.22, 7.59),
-    "bfloat16": (2.43, 4.36, 7.56, 1.56, 2.06),
+    "bfloat16": (2.43, 4.36, 1.56, 1.56, 2.06),  # three rows by matrices
 }
 TILE_ROWS, MATRIX = 32, 0.8  # rows that matrix kernels pad to; simdgroup_matrix's share of the multiply-add rate
 
@@ -159,10 +159,11 @@ def linear(op: LinearOp, at: PassShape, chip: Chip) -> Cost:
 def in_matrix_lane(op: LinearOp, rows: int, chip: Chip) -> Cost:
     """Return the Cost of a product in the lane "matrix", by simdgroup_matrix: M5's tensor units are not used.
 
-    Weights of other bits and 4-bit floats count as affine ones of 4 bits, and rows above TWIN_ROWS in octets.
+    Weights of other bits and 4-bit floats count as affine ones of 4 bits, and rows above TWIN_ROWS, unquantized above
+    two, in octets.
     """
     name = "bfloat16" if op.group is None else "affine 4" if not op.packed else "iq4_xs" if op.bits < 5 else "q6_k"
-    if rows <= TWIN_ROWS:
+    if rows <= TWIN_ROWS - (op.group is None):
         return Cost(op.name, op.nbytes, op.weights * MATRIX_LANE[name][rows - 1])
     octets, passes = ceil(min(rows, ROWS_ONCE) / SIDE), ceil(rows / ROWS_ONCE)
     counted = MATRIX_LANE[name][TWIN_ROWS + octets - 1] + octets * SIDE / MATRIX * chip.issue  # as in `tile`
