@@ -27,6 +27,7 @@ from ..tuning.kernel_sites import place
 from ..tuning.kernel_switch import more_trials, switch, trials
 from ..tuning.kernel_trials import decide, requested
 from ..tuning.kernel_verdict import in_words
+from ..tuning.lane_sites import MATRIX, enter_matrix
 from ..tuning.plan import Plan
 from .profile import prefilled
 from .result import curve_title, new_table
@@ -57,6 +58,8 @@ class Kernels:
         if on_metal() and requested(lane) != "off":
             dtype = model.no_hidden().dtype
             self.sites = place(model)
+            if requested(lane) == MATRIX:
+                enter_matrix(model, self.sites)
             more = more_trials(self.sites, dtype) if rows > VERIFY_ROWS[-1] else []
             verdicts = decide([*trials(self.sites, dtype), *more], lane=requested(lane))
             switch(self.sites, verdicts, dtype)

@@ -59,7 +59,8 @@ def matrix_tile(x: mx.array, n: int, weights: Quantized | mx.array, most: int = 
     if rows <= TWIN_ROWS:
         many = bits == 32 or (rows == TWIN_ROWS and (long or bits >= 8))
         return MatrixTile(rows, 8 if many else 32 if rows == 1 else 16)
-    many = long or (bits not in (4, 8, 16) and (rows > SIDE or bits == 2))
+    crossing = bits in (2, 3, 5, 6) and not getattr(weights, "is_blocks", False)
+    many = long or (crossing and (rows > SIDE or bits == 2))
     return MatrixTile(min(rows, most), 16 if many or n < TALL else 32)
 
 
