@@ -4,13 +4,14 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from ..kernels import matrix_orders, take_order
+from ..kernels import MatrixOrder, drop_new, matrix_orders, take_order
 from ..layers.kernel_site import Site
 from ..layers.lm_head import LMHeadSite, OwnHead
 from ..layers.mla import OwnPerHead, PerHead
 from ..layers.products import GLU, Dense, OwnDense, OwnGLU, OwnStack, Stack, VerifyRouter
 
 EXACT, MATRIX = "exact", "matrix"
+UNKNOWN = MatrixOrder("", True, "nearest")
 # The site in the lane `matrix` of each kind of site, and its op.
 OWN: dict[type[Site], tuple[type[Site], str]] = {
     **{Stack: (OwnStack, "matrix_qmm"), GLU: (OwnGLU, "matrix_glu"), Dense: (OwnDense, "matrix_gemv")},
@@ -37,8 +38,16 @@ def become(site: Site, other: Site) -> None:
 
 
 def take_machine_order() -> None:
-    """Let twins add products in the order of this machine's matrices; without Metal nothing changes."""
-    if orders := matrix_orders():
+    """Let twins add products in the order of this machine's matrices; without Metal nothing changes.
+
+    If the order cannot be read, it counts as unknown: no rows have a twin.
+    """
+    try:
+        orders = matrix_orders()
+    except Exception:  # as on a GPU that refuses the probe's types
+        drop_new()
+        orders = {"float32": UNKNOWN}
+    if orders:
         take_order(orders["float32"])
 
 

@@ -17,7 +17,7 @@ from mlx_mtp.kernels.matrix_order import MatrixOrder
 from mlx_mtp.layers.kernel_site import VERIFY_ROWS
 from mlx_mtp.layers.products import Dense, Stack, VerifyRouter
 from mlx_mtp.layers.runtime import Runtime
-from mlx_mtp.tuning import ab_test, kernel_switch, lane, lane_costs, verdict_file
+from mlx_mtp.tuning import ab_test, kernel_switch, lane, lane_costs, lane_sites, verdict_file
 from mlx_mtp.tuning.ab_test import FAILS
 from mlx_mtp.tuning.cost_file import RememberedCosts, shapes_of
 from mlx_mtp.tuning.costs import Costs
@@ -402,3 +402,17 @@ def test_a_product_found_wrong_later_is_stored(model, measures, monkeypatch):
     kernel_switch.put_on(model, found)
     assert model.runtime.lane == "matrix"
     assert chosen_lane(model, PRODUCTS).reason.startswith("matrix is wrong: matrix_qmm")
+
+
+def test_an_order_that_cannot_be_read_is_unknown(monkeypatch):
+    def refuse():
+        raise RuntimeError("no bfloat16")
+
+    before = _matrix._taken[0]
+    monkeypatch.setattr(lane_sites, "matrix_orders", refuse)
+    try:
+        lane_sites.take_machine_order()
+        assert not _matrix.has_twin()
+        assert [_matrix.matrix_rows(m) for m in (1, 3, 9)] == [8, 8, 16]
+    finally:
+        _matrix.take_order(before)
