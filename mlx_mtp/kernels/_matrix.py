@@ -46,11 +46,11 @@ def matrix_rows(m: int) -> int:
     return m if has_twin() and m <= TWIN_ROWS else min(ROWS_ONCE, -(-m // SIDE) * SIDE)
 
 
-def matrix_tile(x: mx.array, n: int, weights: Quantized | mx.array, most: int = ROWS_ONCE) -> MatrixTile:
-    """Return the tile for x [M, K] and n weight rows; no bits depend on it. most: rows per threadgroup.
+def matrix_tile(x: mx.array, n: int, weights: Quantized | mx.array, *, low: bool = False) -> MatrixTile:
+    """Return the tile for x [M, K] and n weight rows; no bits depend on it.
 
-    It has fewer weight rows where a thread's values would exceed its registers, and matrices for three rows of
-    unquantized weights.
+    It has fewer weight rows where a thread's values would exceed its registers or, if `low`, the sums of 16 rows of x
+    a threadgroup's memory. Three rows of unquantized weights are multiplied by matrices.
     """
     long, bits = x.dtype == mx.float32, weights.bits if isinstance(weights, Quantized) else 8 * x.dtype.size
     rows = matrix_rows(len(x))
@@ -61,7 +61,7 @@ def matrix_tile(x: mx.array, n: int, weights: Quantized | mx.array, most: int = 
         return MatrixTile(rows, 8 if many else 32 if rows == 1 else 16)
     crossing = bits in (2, 3, 5, 6) and not getattr(weights, "is_blocks", False)
     many = long or (crossing and (rows > SIDE or bits == 2))
-    return MatrixTile(min(rows, most), 16 if many or n < TALL else 32)
+    return MatrixTile(rows, 16 if many or n < TALL or (low and rows > SIDE) else 32)
 
 
 def weight_inputs(weights: Quantized | mx.array, dtype: mx.Dtype) -> tuple[dict[str, mx.array], dict[str, object]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ._matrix import ROWS_ONCE, SIDE, launch_tiles, matrix_tile
+from ._matrix import ROWS_ONCE, launch_tiles, matrix_tile
 from ._quantized import (
     SPLIT_ROWS,
     WEIGHTS_ONCE,
@@ -104,20 +104,21 @@ def _verify_head_metal(
     with_sum: the values are [M, n + 1]; the last is the logsumexp.
     """
     x = x.astype(_dtype(x, weights, bias))
-    m, tiles = x.shape[0], -(-_columns(weights) // tile(n))
+    size = min(tile(n), LOGITS // ROWS_ONCE) if matrix else tile(n)
+    m, tiles = x.shape[0], -(-_columns(weights) // size)
     key, position, scale = noise or [constants(*unread) for unread in UNREAD]
     more = {"bias": x if bias is None else bias.astype(x.dtype), "key": key}
     more |= {"position": position, "inverse": scale, "n": constants(mx.int32, n)}
     more["mask"] = constants(mx.int32, 0).reshape(1, 1) if mask is None else mask
     outputs = {"values": ((m, tiles, n + with_sum), mx.float32), "indices": ((m, tiles, n), mx.int32)}
-    template = {"TILE": tile(n), "BIAS": bias is not None, "MASK": mask is not None, "SUM": with_sum}
+    template = {"TILE": size, "BIAS": bias is not None, "MASK": mask is not None, "SUM": with_sum}
     if matrix:
-        part = matrix_tile(x, _columns(weights), weights, ROWS_ONCE if tile(n) == tile(1) else SIDE)
+        part = matrix_tile(x, _columns(weights), weights, low=size > tile(1))
         groups = -(-m // part.rows), tiles, 1
         values, indices = launch_tiles("matrix_head", x, weights, outputs, part, groups, more, template)
     else:
         registers = SPLIT_ROWS if split else DENSE_ROWS if isinstance(weights, mx.array) else WEIGHTS_ONCE
-        groups, template["ROWS"] = row_groups(m, min(registers, LOGITS // tile(n)))
+        groups, template["ROWS"] = row_groups(m, min(registers, LOGITS // size))
         op, inputs, form = _product(x, weights)
         grid, group = (32 * groups, SIMDGROUPS * tiles, 1), (32, SIMDGROUPS, 1)
         inputs |= {"x": x, **more}

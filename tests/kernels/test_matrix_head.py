@@ -8,6 +8,7 @@ from matrix_sums import machine, multiplied, sensitive
 from metal_cases import linux_only
 from sweep import SWEEP, sampled, sweep
 
+from mlx_mtp import emulator
 from mlx_mtp.kernels import draw_ref, masked, top_ref, verify_head, verify_head_draw, verify_head_top
 
 pytestmark = linux_only
@@ -52,7 +53,7 @@ def test_choices_are_those_of_the_products(form, n, k, dtype, has_bias, unit):
             assert np.array_equal(chosen, argmax(masked(some, allowed))), m
             drawn = verify_head_draw(rows, weights, KEY, POSITION, TEMP, bias, mask=allowed, matrix=True)
             assert drawn.tolist() == draw_ref(masked(some, allowed), KEY, POSITION, TEMP).tolist()
-            for count in (1, 9, 17, 64) if SWEEP else (9,):  # tiles of 128, 256 and 512 tokens
+            for count in (1, 9, 17, 64) if SWEEP else (9,):  # tiles of 128 and 256 tokens
                 values, tokens, total = verify_head_top(rows, weights, count, bias, matrix=True)
                 expected = top_ref(some, count)
                 assert np.array_equal(values, expected[0]), (m, count)
@@ -77,3 +78,12 @@ def test_weights_are_requested_once(m):
         verify_head(x, weights, matrix=True)
     assert [launch.kernel for launch in launches] == ["matrix_head", "verify_head_merge"]
     assert launches[0]["w"].reread == 1.0
+
+
+@pytest.mark.parametrize("count", sampled([64], [1, 9, 64]))
+def test_sixteen_rows_request_the_weights_once(count):
+    x, weights = sensitive("affine", 4, 32, 512, 64, ROWS, F32)
+    with emulator.emulated() as launches:
+        verify_head_top(x, weights, count, matrix=True)
+    assert launches[0]["w"].reread == 1
+    assert launches[0].threadgroup_bytes <= 32768
