@@ -212,7 +212,8 @@ class ActiveRequest:
 
     def __init__(self, service: Service, api_request: ApiRequest, path: str, begun: float):
         self.service, self.api_request, self.path = service, api_request, path
-        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, int, Event]] = asyncio.Queue()  # number, choice, event
+        self._sent, self._taken = [0] * len(api_request.requests), [0] * len(api_request.requests)
         self._loop = asyncio.get_running_loop()
         more: Any = {"deadline": begun + service.timeout, "begun": begun}
         self.jobs = [Job(each, partial(self._emit, i), **more) for i, each in enumerate(api_request.requests)]
@@ -223,27 +224,30 @@ class ActiveRequest:
             job.cancelled = True
 
     def _emit(self, choice: int, event: Event) -> None:
+        self._sent[choice] += 1
         with contextlib.suppress(RuntimeError):  # the event loop has ended, and with it the connection
-            self._loop.call_soon_threadsafe(self._put, choice, event)
+            self._loop.call_soon_threadsafe(self._put, self._sent[choice], choice, event)
 
-    def _put(self, choice: int, event: Event) -> None:
+    def _put(self, number: int, choice: int, event: Event) -> None:
         if self._events.qsize() >= MOST_UNSENT and not isinstance(event, End | RequestFailed):
             self.cancel()
             event = SLOW
         if not self._is_slow:
-            self._events.put_nowait((choice, event))
+            self._events.put_nowait((number, choice, event))
         self._is_slow = self._is_slow or event is SLOW
 
     async def next(self, seconds: float) -> tuple[int, Event] | RequestFailed | None:
         """Return (choice, event), or None after `seconds` without an event.
 
-        A Failed of one job cancels all and is returned alone; LOST, after `seconds`, if all jobs have finished but an
-        event is missing. Counts ends and failures in the metrics.
+        A failure of one job cancels all and is returned alone; it is LOST if an event is missing, after `seconds` if it
+        is the last one. Counts ends and failures in the metrics.
         """
         complete = all(job.finished for job in self.jobs)  # then their events are in the queue
         try:
             async with asyncio.timeout(seconds):  # `wait_for` of Python 3.11 may lose a cancellation
-                choice, event = await self._events.get()
+                number, choice, event = await self._events.get()
+            self._taken[choice] += 1
+            event = event if number == self._taken[choice] else LOST
         except TimeoutError:
             if not complete:
                 return None

@@ -21,7 +21,7 @@ import mlx_mtp
 from mlx_mtp.decoding.stats import Stats
 from mlx_mtp.serve import engine as engines
 from mlx_mtp.serve.answer import TextPart
-from mlx_mtp.serve.app import application
+from mlx_mtp.serve.app import ActiveRequest, application
 from mlx_mtp.serve.batch_decoder import BatchDecoder
 from mlx_mtp.serve.engine import Engine, JobLimits
 from mlx_mtp.serve.job import DecodeRequest, End, Job, RequestFailed, Served
@@ -287,3 +287,23 @@ def test_hostile_requests_while_callables_raise_at_random(load_one_layer, monkey
     service.engine.stop(0)
     service.engine.thread.join(10)
     assert not service.engine.thread.is_alive()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_without_one_of_its_events_fails(load_one_layer, monkeypatch, stream):
+    """The event loop only logs what a callback raises; the answer must not go on after a hole."""
+    put, pieces = ActiveRequest._put, []
+
+    def second_is_lost(self, number, choice, event):
+        pieces.extend([event] * isinstance(event, TextPart))
+        if len(pieces) == 2 and event is pieces[-1]:
+            raise RuntimeError("a piece is lost")
+        put(self, number, choice, event)
+
+    monkeypatch.setattr(ActiveRequest, "_put", second_is_lost)
+    service, app = start(lambda: Loaded(*load_one_layer(), {}, {}))
+    with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as client:
+        until(lambda: service.engine.state != "loading", 60)
+        response = client.post(CHAT, json=asked(stream=stream))
+    assert len(pieces) > 1
+    assert response.status_code == 500 or ('"error"' in response.text and 'finish_reason": "' not in response.text)

@@ -37,7 +37,7 @@ def chosen():
 def changed():
     rules = LogitRules(logit_bias={3: 1.0}, repetition_penalty=1.3, frequency_penalty=0.5)
     logits, drafts = mx.random.normal((1, ROWS, 70)), mx.array([[3] * (ROWS - 1)])
-    masks = [mx.full((ROWS, 3), -1, mx.int32)]
+    masks = mx.full((1, ROWS, 3), -1, mx.int32)
     return lambda: [logit_rules.changed(logits, [rules], [np.array([1, 3], np.int32)], drafts, masks)]
 
 
