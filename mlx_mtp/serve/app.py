@@ -239,8 +239,8 @@ class ActiveRequest:
     async def next(self, seconds: float) -> tuple[int, Event] | RequestFailed | None:
         """Return (choice, event), or None after `seconds` without an event.
 
-        A failure of one job cancels all and is returned alone; it is LOST if an event is missing, after `seconds` if it
-        is the last one. Counts ends and failures in the metrics.
+        A failure of one job cancels all and is returned alone. It is LOST if an event is missing; if that is the last
+        one, after `seconds`. Counts ends and failures in the metrics.
         """
         complete = all(job.finished for job in self.jobs)  # then their events are in the queue
         try:

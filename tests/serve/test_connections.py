@@ -181,7 +181,7 @@ def test_events_that_are_not_read_end_their_stream(monkeypatch):
         for i in range(100):
             active._emit(0, Prefilled(i))
         await asyncio.sleep(0)
-        return active.jobs[0].cancelled, [active._events.get_nowait()[1] for _ in range(active._events.qsize())]
+        return active.jobs[0].cancelled, [active._events.get_nowait()[2] for _ in range(active._events.qsize())]
 
     cancelled, found = asyncio.run(events())
     assert cancelled
