@@ -2,11 +2,11 @@
 //
 // One output, in float32. Blocks of 64 values of K are dealt, four in turn, to eight slices. A block is one unit of 64 values
 // or, where groups of weights are smaller, units of one group. Of each unit:
-//   products   codes, not scaled, times x, added eight at a time in the order of simdgroup_multiply_accumulate (EIGHT). The
-//              eight lie apart: a unit is one part, or two of 32 values; step i of a part takes value i of each of its eight
+//   products   codes, not scaled, times x, added eight at a time in the order of simdgroup_multiply_accumulate, in the twin by
+//              `eight`, which the host puts before this text (`metal_sum`). The eight lie apart: a unit is one part, or two of 32 values; step i of a part takes value i of each of its eight
 //              columns of RUN neighbouring values. Steps and parts follow each other in one sum.
 //   sum        of x, for affine formats: of each column, value by value, part by part; then of columns by two, four, eight
-//   term       fma(scale, products, fma(bias, sum, term)); of other formats fma(scale, products, term); 16 bits: products
+//   term       fma(scale, products, fma(bias, sum, term)); of other formats fma(scale, products, term); unquantized: products
 // The terms of a slice's blocks are added in order, then the slices by two, four, eight.
 
 #include <metal_simdgroup_matrix>
@@ -125,7 +125,8 @@ struct Tile {
   }
 };
 
-// A simdgroup's slice, of weight rows 8 t + row and rows 8 b + column, column + 1 of x (see verify_... position in a matrix).
+// Writes a simdgroup's slice of the tile's products. A lane has those of weight rows 8 t + row and rows 8 b + column and
+// 8 b + column + 1 of x.
 template <typename T, typename S, int BITS, int KIND, int GROUP, int ROWS, int HEIGHT, int STACKED>
 METAL_FUNC void matrix_products(const thread Tile<T, S>& tile, int slice, int lane, threadgroup float* sums) {
   using U = Unit<T, S, BITS, KIND, GROUP>;
@@ -377,7 +378,7 @@ METAL_FUNC void twin_products(const thread Tile<T, S>& tile, int simd, int lane,
         }
       }
     }
-    // Four lanes have a slice. Adding the 0 of a block past K changes nothing.
+    // Four lanes have a slice. The 0 of a block past K changes no sum, as none is -0.
     UNROLL
     for (int m = 0; m < ROWS; m++) {
       UNROLL
@@ -405,10 +406,10 @@ METAL_FUNC void twin_products(const thread Tile<T, S>& tile, int simd, int lane,
   }
 }
 
-// The floats of threadgroup memory that a tile needs; the twin has at most 128 units at a time, twice.
+// The floats of threadgroup memory that a tile needs; a twin of affine weights has at most 64 units at a time, twice.
 template <int ROWS, int HEIGHT>
 constexpr int sums_of() {
-  return ROWS > TWIN_ROWS ? SLICES * ROWS * HEIGHT : ROWS * (HEIGHT + 256);
+  return ROWS > TWIN_ROWS ? SLICES * ROWS * HEIGHT : ROWS * (HEIGHT + 128);
 }
 
 // Writes the tile's products to `sums`, for `product_of`; 8 simdgroups, and a barrier at the end.

@@ -1,7 +1,7 @@
-// y[m, h, n] = sum over k of x[m, h, k] * W[h, n, k] in the arithmetic of matrix.h; each head's W quantized or not.
+// y[m, h, n] = sum over k of x[m, h, k] * W[h, n, k] in the arithmetic of matrix.h; each head's W quantized.
 //
-// Inputs   w [>= H, N, K * BITS / 32] uint32 or [>= H, N, K] of T; scales, biases [>= H, N, K / GROUP] (none: w or scales
-//          again); x [1, M, H, D], of whose D >= K values the first K count
+// Inputs   w [>= H, N, K * BITS / 32] uint32; scales, biases [>= H, N, K / GROUP] (no biases: scales twice);
+//          x [1, M, H, D], of whose D >= K values the first K count
 // Output   y [H, M, N] where HEADS_FIRST, else [M, H, N]
 // Template T (x, y), S (scales), BITS, GROUP, KIND, ROWS, HEIGHT, HEADS_FIRST
 // Grid     x: 32 per ROWS rows of x;  y: 8 per HEIGHT weight rows;  z: H;  threadgroup (32, 8, 1)
@@ -10,13 +10,12 @@
 
 threadgroup float sums[sums_of<ROWS, HEIGHT>()];
 const int M = x_shape[1], H = x_shape[2], D = x_shape[3], N = w_shape[1];
-const int K = KIND == PLAIN ? w_shape[2] : w_shape[2] * 32 / BITS;
+const int K = w_shape[2] * 32 / BITS, row_bytes = K / 8 * BITS, row_scales = scales_shape[2];
 const int lane = thread_index_in_simdgroup, simd = simdgroup_index_in_threadgroup;
 const int first_m = threadgroup_position_in_grid.x * ROWS, first_n = threadgroup_position_in_grid.y * HEIGHT;
 const int head = threadgroup_position_in_grid.z;
 
 const size_t matrix = size_t(head) * N;
-const int row_bytes = KIND == PLAIN ? K * (BITS / 8) : K / 8 * BITS, row_scales = KIND == PLAIN ? 0 : scales_shape[2];
 const Source<S> weights = {
     (const device uint8_t*)w + matrix * row_bytes, scales + matrix * row_scales, biases + matrix * row_scales};
 const Tile<T, S> tile = {weights, x + size_t(head) * D, H * D, first_m, M, K, first_n, N};

@@ -112,7 +112,7 @@ def read_prompt_cache(file: str | Path, model: CachedModel, *, check_memory: boo
 
 def _in_lane(state: dict[str, Any], model: Any) -> bool:
     """Return whether a file with these values of `_state` has rows of the model's lane, on ranks whether all have."""
-    fits = state.get("lane", "exact") == model.runtime.lane
+    fits = model.runtime.fits(state.get("lane", "exact"))
     return all(model.ranks.gather_values(fits)) if model.ranks else fits
 
 
@@ -127,11 +127,10 @@ def _other_maker(state: dict[str, Any], model: Any) -> str | None:
     if state.get("pictures") and (model.vision is None or state.get("vision") != model.vision.fingerprint):
         lacking = "whose vision tower or settings this model does not have"
         return f"with pictures, {lacking}; load it with those, or make the file again"
-    if state.get("pictures") and (lane := state.get("lane", "exact")) != model.runtime.lane:
-        again = f"load the model with kernels={lane!r}, or make the file again"
-        return (
-            f"with pictures, which it does not contain, in the lane {lane!r} and not {model.runtime.lane!r}; {again}"
-        )
+    if state.get("pictures") and not model.runtime.fits(lane := state.get("lane", "exact")):
+        again = f"load the model with kernels={lane.partition(' ')[0]!r}, or make the file again"
+        key = model.runtime.lane_key
+        return f"with pictures, which it does not contain, in the lane {lane!r} and not {key!r}; {again}"
     return None
 
 
@@ -153,7 +152,7 @@ def saved_prefix(file: str | Path) -> PromptPrefix | None:
 
 def _state(cache: PromptCache) -> dict[str, Any]:
     """Return what the file of a cache, between generations, stores besides its arrays, as JSON values."""
-    lane = cache.model.runtime.lane
+    lane = cache.model.runtime.lane_key
     return {
         "format": LANE_FORMAT if lane != "exact" else FORMAT if cache.places else TEXT_FORMAT,
         "lane": lane,

@@ -11,6 +11,7 @@ from ..layers.target import Target
 from ..tuning.controller import Controller
 from ..tuning.cost_file import RememberedCosts, shapes_of
 from ..tuning.costs import Costs, Growth, dense, mixture
+from ..tuning.lane import LANE_LINE
 from ..tuning.plan import Fixed
 from ..tuning.replay_choice import CompileChoice
 from .drafters import GRAMMAR_DRAFTS, drafter_of, names_of
@@ -49,7 +50,7 @@ def forced_drafts(cache: PromptCache, *, plain: bool, asked: int | None) -> int:
 class Learned:
     """The measured costs of a model's cycles on this machine, of built (key False) and of replayed cycles (True).
 
-    kernels: of `kernels_of`: a lane and the kernels that are on, because other kernels have other costs.
+    kernels: `kernels_of`, a lane and the kernels that are on, because other kernels have other costs.
     growth: how the cost of a cycle grows with its drafts.
     together, together_replayed: the costs of built and replayed cycles of several sequences, by their number.
     """
@@ -73,7 +74,8 @@ class Learned:
 
 def kernels_of(model: Target) -> tuple[str, ...]:
     """Return the lane, and the report's lines of the kernels that are on, if there is a report."""
-    return model.runtime.lane, *(model.runtime.report.kernels if model.runtime.report else ())
+    lines = model.runtime.report.kernels if model.runtime.report else ()
+    return model.runtime.lane_key, *(line for line in lines if not line.startswith(LANE_LINE))
 
 
 def learned(model: Target) -> Learned:

@@ -7,7 +7,7 @@ The public function runs the kernel on Metal, else the reference. The bodies are
 from ._blocks import BLOCK_FORMATS, block_mode, block_product, block_scales, dequantized_blocks, quantized_blocks
 from ._first_launch import KernelRefused, Refusal, all_ran, drop_new, launched, out_of_memory, run_again, run_new
 from ._matrix import has_twin, matrix_rows, take_order
-from ._quantized import SPLIT_ROWS, Quantized, served, splits, stock_product
+from ._quantized import SPLIT_ROWS, Quantized, multiplied, served, splits, stock_product
 from ._routing import Routing, route_ref
 from ._source import on_metal, padded, source_bytes
 from .add_norm import add_norm, add_norm_ref

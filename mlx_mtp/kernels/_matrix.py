@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ._quantized import DEVICE, Quantized, arrays, format_template
+from ._quantized import Quantized, arrays, format_template
 from ._source import launch
 from .matrix_order import ORDERS, MatrixOrder, metal_sum
 
@@ -42,7 +42,7 @@ def has_twin() -> bool:
 
 
 def matrix_rows(m: int) -> int:
-    """Return the rows of x of the compiled kernel that multiplies m rows."""
+    """Return the rows of x of the compiled kernel that multiplies m rows; of unquantized weights as `matrix_tile`."""
     return m if has_twin() and m <= TWIN_ROWS else min(ROWS_ONCE, -(-m // SIDE) * SIDE)
 
 
@@ -69,7 +69,6 @@ def weight_inputs(weights: Quantized | mx.array, dtype: mx.Dtype) -> tuple[dict[
     if isinstance(weights, Quantized):
         return arrays(weights, dtype), format_template(weights, dtype)
     w = weights.astype(dtype)
-    w = mx.tile(w, (DEVICE, *[1] * (w.ndim - 1))) if w.size < DEVICE else w
     return dict.fromkeys(("w", "scales", "biases"), w), {
         **{"T": dtype, "S": dtype, "BITS": 8 * dtype.size, "GROUP": 64, "KIND": PLAIN}
     }

@@ -1,12 +1,12 @@
 """Pass quantized weights to kernels, and launch the kernels that share an order of sums."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 
-from ._blocks import BLOCK_FORMATS, block_product, dequantized_blocks
+from ._blocks import BLOCK_FORMATS, PIECE, block_product, dequantized_blocks
 from ._source import DTYPES, launch, row_groups
 
 BITS = {
@@ -143,11 +143,24 @@ def stock_product(x: mx.array, weights: Quantized) -> mx.array:
     return mx.quantized_matmul(x, w, scales=scales, biases=biases, transpose=True, **weights.format)
 
 
-def multiplied(x: mx.array, weights: Quantized) -> mx.array:
-    """Return x [..., K] times the weights [N, K], computed in float32, rounded once to `weights.dtype(x)`."""
-    if weights.is_blocks:
+def multiplied(x: mx.array, weights: Quantized | mx.array) -> mx.array:
+    """Return x [..., K] times the weights [N, K], computed in float32, rounded once to the type of the product.
+
+    At most PIECE weights, but at least one row of them, are in float32 at a time.
+    """
+    if isinstance(weights, Quantized) and weights.is_blocks:
         return block_product(x, weights.w, weights.scales, weights.mode)
-    return (x.astype(mx.float32) @ dequantized(weights).T).astype(weights.dtype(x))
+    packed = weights.w if isinstance(weights, Quantized) else weights
+    dtype = weights.dtype(x) if isinstance(weights, Quantized) else mx.result_type(x, weights)
+    wide, size, found = x.astype(mx.float32), max(PIECE // x.shape[-1], 1), list[mx.array]()
+    for begin in range(0, packed.shape[0], size):
+        rows = slice(begin, begin + size)
+        piece = mx.depends(packed[rows], found[-1]) if found else packed[rows]  # after the one before was used
+        if isinstance(weights, Quantized):
+            biases = None if weights.biases is None else weights.biases[rows]
+            piece = dequantized(replace(weights, w=piece, scales=weights.scales[rows], biases=biases))
+        found.append((wide @ piece.astype(mx.float32).T).astype(dtype))
+    return found[0] if len(found) == 1 else mx.concatenate(found, axis=-1)
 
 
 def arrays(weights: Quantized, dtype: mx.Dtype, name: str = "") -> dict[str, mx.array]:

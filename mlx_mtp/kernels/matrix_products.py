@@ -11,8 +11,10 @@ import mlx.core as mx
 from ._matrix import launch_tiles, matrix_tile
 from ._quantized import Quantized, biased, check_columns, known, parts, small, supported
 from ._source import DTYPES, Maybe, constants, on_metal
-from .verify_gemv import verify_gemv_ref
+from .verify_gemv import verify_gemv
 from .verify_qmm import activated, check_heads, check_pair, verify_qmm_heads_ref, verify_qmm_ref
+
+FARTHEST = 2**31  # bytes between two weight rows of a threadgroup, below which an int holds them
 
 
 def matrix_qmm(x: mx.array, weights: Quantized) -> list[mx.array]:
@@ -46,9 +48,11 @@ def matrix_gemv(x: mx.array, w: mx.array, bias: Maybe = None) -> mx.array:
     """
     if w.ndim != 2 or x.shape[-1:] != w.shape[1:]:
         raise ValueError(f"x has shape {x.shape} and w {w.shape}; they must be (..., K) and (N, K)")
+    if bias is not None and bias.shape != w.shape[:1]:
+        raise ValueError(f"bias has shape {bias.shape}; it must be ({w.shape[0]},), a value per row of w")
     dtype = mx.result_type(x, w, *([] if bias is None else [bias]))
     if not (on_metal() and matrix_served(x, w, dtype)):
-        return verify_gemv_ref(x, w, bias)
+        return verify_gemv(x, w, bias)
     flat = x.reshape(-1, x.shape[-1]).astype(dtype)
     y = _product(flat, w, (w.shape[0],), None if bias is None else bias.astype(dtype))
     return y.reshape(*x.shape[:-1], w.shape[0])
@@ -66,7 +70,8 @@ def matrix_glu(x: mx.array, weights: Quantized, limit: float | None = None) -> m
     another number of columns, or `weights` are not two linears of equal height.
     """
     check_pair(x, weights)
-    if not (on_metal() and supported(x, weights)) or small(weights) or weights.bias is not None:
+    large = weights.w.nbytes >= FARTHEST  # of whose rows the kernel could not state the distance
+    if not (on_metal() and supported(x, weights)) or small(weights) or large or weights.bias is not None:
         gate, up = matrix_qmm(x, weights)
         return activated(gate, up, limit)
     flat, height = x.reshape(-1, weights.k).astype(weights.dtype(x)), weights.ends[0]

@@ -25,6 +25,7 @@ from ._quantized import (
 from ._quantized import supported as supported_format
 from ._source import DTYPES, Maybe, constants, inverse, launch, on_metal, row_groups
 from .change_logits import masked
+from .matrix_products import matrix_gemv, matrix_qmm
 from .verify_gemv import supported as supported_product
 
 Weights = Quantized | mx.array  # [N, K], quantized or not
@@ -39,8 +40,14 @@ UNREAD: tuple[Any, ...] = (mx.uint32, 0, 0), (mx.uint32, 0), (mx.float32, 0.0)  
 LEAST_COLUMNS = 8  # MLX passes a smaller bias in constant memory
 
 
-def logits_ref(x: mx.array, weights: Weights, bias: Maybe = None) -> mx.array:
-    """Return logits [M, N] of x [M, K] by MLX's product or, for quantized weights, `stock_product`; plus the bias."""
+def logits_ref(x: mx.array, weights: Weights, bias: Maybe = None, *, matrix: bool = False) -> mx.array:
+    """Return logits [M, N] of x [M, K] by MLX's product or, for quantized weights, `stock_product`; plus the bias.
+
+    matrix: by the products of the lane `matrix`.
+    """
+    if matrix:
+        y = matrix_gemv(x, weights) if isinstance(weights, mx.array) else matrix_qmm(x, weights)[0]
+        return y if bias is None else y + bias
     if isinstance(weights, mx.array):
         return x @ weights.T if bias is None else mx.addmm(bias, x, weights.T)
     y = stock_product(x, weights)
@@ -187,8 +194,8 @@ def verify_head(
     Raises ValueError for shapes that do not match.
     """
     _check(x, weights, bias, mask)
-    if not (on_metal() and supported(x, weights, bias)):
-        return mx.argmax(masked(logits_ref(x, weights, bias), mask), axis=-1).astype(mx.int32)
+    if not (on_metal() and supported(x, weights, bias) and not (matrix and x.shape[1] < LEAST_COLUMNS)):
+        return mx.argmax(masked(logits_ref(x, weights, bias, matrix=matrix), mask), axis=-1).astype(mx.int32)
     return _verify_head_metal(x, weights, bias, mask=mask, split=split, matrix=matrix)[1][:, 0]
 
 
@@ -197,8 +204,8 @@ def greatest_logit(
 ) -> mx.array:
     """Return the logit, float32 [M], of the token that `verify_head` returns, by the same launches."""
     _check(x, weights, bias)
-    if not (on_metal() and supported(x, weights, bias)):
-        return logits_ref(x, weights, bias).astype(mx.float32).max(axis=-1)
+    if not (on_metal() and supported(x, weights, bias) and not (matrix and x.shape[1] < LEAST_COLUMNS)):
+        return logits_ref(x, weights, bias, matrix=matrix).astype(mx.float32).max(axis=-1)
     return _verify_head_metal(x, weights, bias, split=split, matrix=matrix)[0][:, 0]
 
 
@@ -224,8 +231,8 @@ def verify_head_draw(
     _check(x, weights, bias, mask)
     if temp <= 0:
         raise ValueError(f"temp={temp}: allowed is more than 0")
-    if not (on_metal() and supported(x, weights, bias)):
-        return draw_ref(masked(logits_ref(x, weights, bias), mask), key, position, temp)
+    if not (on_metal() and supported(x, weights, bias) and not (matrix and x.shape[1] < LEAST_COLUMNS)):
+        return draw_ref(masked(logits_ref(x, weights, bias, matrix=matrix), mask), key, position, temp)
     noise = (key, mx.array(position).reshape(1).astype(mx.uint32), constants(mx.float32, inverse(temp)))
     return _verify_head_metal(x, weights, bias, noise=noise, mask=mask, split=split, matrix=matrix)[1][:, 0]
 
@@ -242,7 +249,7 @@ def verify_head_top(
     _check(x, weights, bias)
     if not 1 <= n <= min(MOST_TOP, _columns(weights)):
         raise ValueError(f"n={n}: allowed is 1 to {min(MOST_TOP, _columns(weights))}")
-    if not (on_metal() and supported(x, weights, bias)):
-        return top_ref(logits_ref(x, weights, bias), n)
+    if not (on_metal() and supported(x, weights, bias) and not (matrix and x.shape[1] < LEAST_COLUMNS)):
+        return top_ref(logits_ref(x, weights, bias, matrix=matrix), n)
     values, tokens = _verify_head_metal(x, weights, bias, n, with_sum=True, split=split, matrix=matrix)
     return values[:, :n], tokens, values[:, n]

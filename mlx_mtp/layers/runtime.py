@@ -25,7 +25,8 @@ class Runtime:
     alone: why sequences are decoded one at a time and not in a pool; None if a pool may hold several.
     choosing: whether kernels change logits and choose tokens from them, else MLX's operations.
     rows: maximum rows of a pass with drafts; None: no limit, 1: nothing is drafted.
-    lane: the arithmetic of products of few rows: "exact" (MLX's, of one row) or "matrix" (`kernels/matrix.h`).
+    lane: the arithmetic of products of few rows: "exact" (MLX's, of one row) or "matrix" (`kernels/matrix.h`);
+    "mixed" once a product of "matrix" was switched off. sums: the order in which matrices add here.
     row_check: the check of its rows (`decoding.row_check.RowCheck`), None if nothing is to be checked.
     vision: what encodes pictures (`pictures.vision.Vision`), with `mark`, the id of a picture's token in templates.
     """
@@ -43,9 +44,19 @@ class Runtime:
     choosing: bool = True
     rows: int | None = None
     lane: str = "exact"
+    sums: str = ""
     row_check: Any = None
     vision: Any = None
     blind: str = "pictures need a model that was loaded with its vision tower"
+
+    @property
+    def lane_key(self) -> str:
+        """What bits of a cache's rows depend on besides the model: the lane and, in "matrix", the order of sums."""
+        return f"{self.lane} {self.sums}".strip()
+
+    def fits(self, lane_key: str) -> bool:
+        """Return whether rows that were computed with this `lane_key` have the bits that the model computes now."""
+        return lane_key == self.lane_key and self.lane != "mixed"
 
     def most_drafts(self, sequences: int = 1) -> int:
         """Return the maximum drafts of each of `sequences` sequences in one pass, so that it has at most `rows`."""

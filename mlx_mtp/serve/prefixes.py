@@ -87,7 +87,7 @@ class PrefixTree:
         other: "PrefixTree | None" = None,
     ):
         self.blank, self.chunking, self.limit, self.max_buffers = blank, chunking, limit, max_buffers
-        self._lane = blank.model.runtime.lane
+        self._lane = blank.model.runtime.lane_key
         self.clear()
         self.trees: list[PrefixTree] = other.trees if other else []
         self.trees.append(self)
@@ -98,7 +98,7 @@ class PrefixTree:
     @property
     def root(self) -> Chunk:
         """The empty chunk at the start of all sequences; a change of the model's lane drops those of the other."""
-        if self._lane != (lane := self.blank.model.runtime.lane):
+        if self._lane != (lane := self.blank.model.runtime.lane_key):
             self._lane = lane
             self.clear()
         return self._root
@@ -106,7 +106,7 @@ class PrefixTree:
     @property
     def identity(self) -> str:
         """SHA-256, in hexadecimal, of everything except the tokens that determines the bits of a chunk."""
-        lane = self.blank.model.runtime.lane
+        lane = self.blank.model.runtime.lane_key
         return hashlib.sha256(repr((*self._facts, *([] if lane == "exact" else [lane]))).encode()).hexdigest()
 
     @cached_property

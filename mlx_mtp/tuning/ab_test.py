@@ -144,7 +144,7 @@ def _check_error(ours: TimedOp, stock: TimedOp, truth: TimedOp, x: mx.array) -> 
 
     Errors are root mean squares over the row, against the result in float32 of `truth`.
     """
-    exact = [y.astype(mx.float32) for y in truth(x)]
+    exact = [y.astype(mx.float32) for y in outputs_of(truth, x)]
     for y, stock_y, t in zip(outputs_of(ours, x), stock(x), exact, strict=True):
         roundings = ROUNDINGS[y.dtype.size] * mx.finfo(y.dtype).eps * _rms(t)
         errors, limits = _rms(y - t), mx.maximum(2 * _rms(stock_y - t), roundings)

@@ -169,7 +169,7 @@ def switch_off(model: Any, reasons: dict[VerdictKey, str], *, remembered: bool =
         else:
             found.reject(key, reason, remembered=remembered)
     model.runtime.failed |= reasons
-    put_on(model, found)
+    put_on(model, found, remembered=remembered)
     drop_recordings(model)
     warn_of_wrong(reasons)
 

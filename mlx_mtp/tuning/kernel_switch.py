@@ -7,39 +7,30 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
+from uuid import uuid4
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
-from mlx_lm.models.switch_layers import SwitchLinear
 
 from ..cache.layer_cache import CONTEXTS
 from ..kernels import on_metal
 from ..kernels.contraction import take
-from ..layers.attention import VerifyAttention
-from ..layers.blocks import BlockMultiLinear
 from ..layers.gated_delta import GatedDelta
-from ..layers.kernel_site import VERIFY_ROWS, Site, inexact_rows
-from ..layers.made import Made
-from ..layers.mamba2 import Mamba2
-from ..layers.sparse_mla import SparseMLA
+from ..layers.kernel_site import VERIFY_ROWS, Site
 from ..layers.with_heads import WithHeads
 from ..machine.remembered import digest
 from ..ranks.ordered_sum import parts_alone, sum_over
 from .ab_test import LAYERS, KernelTrial, compile_kernel
-from .kernel_sites import LINEARS, place, tied
+from .kernel_sites import place
 from .kernel_trials import ASKED, DRAWS_OF_FOLLOWING, NOT_TRIED, RIGHT, decide, is_stale
 from .kernel_verdict import KernelVerdict, in_words, off
 from .lane import LaneChoice, chosen_lane, without_matrix
-from .lane_sites import EXACT, MATRIX, enter_matrix, leave_matrix
+from .lane_sites import EXACT, MATRIX, MIXED, enter_matrix, have_same_order, leave_matrix
+from .not_exact import FORMATS, Lines, others_not_exact, rows_not_exact
 from .verdict_file import RememberedVerdicts, TrialFinding, VerdictKey
 
 FIRST_ROWS = 4  # maximum rows of the kernels that a load tries: cycles with up to three drafts
 WARM_ROWS = 6  # maximum rows of stored kernels that a load compiles; heads read six with three drafts
 MORE_SECONDS = 1.0  # for further trials of a load whose first ones are stored
-FORMATS = "products in a format without a kernel"
-PER_HEAD = MultiLinear, QuantizedMultiLinear, BlockMultiLinear
-Lines = tuple[str, ...]
 
 
 def switch_on(
@@ -66,6 +57,8 @@ def switch_on(
     summed = parts_alone(model.modules())  # sites expect the modules of a single machine
     sites = place(model)
     choice = LaneChoice(lane, ASKED) if lane else chosen_lane(model, sites)
+    if choice.lane == MATRIX and model.ranks and not have_same_order(model.ranks):
+        lane, choice = lane and EXACT, LaneChoice(EXACT, "the GPUs of the ranks add in different orders")
     exact = enter_matrix(model, sites) if choice.lane == MATRIX else []
     for module in summed:
         sum_over(module, module.ranks_group)
@@ -86,6 +79,8 @@ def _decided(model: Any, sites: Sequence[Site], kv_bits: Collection[int], lane: 
         found.decide(found.trials)
     elif not model.ranks or model.ranks.rank == 0:
         found.try_first()
+    else:
+        found.try_products(found.trials)
     found.agree()
     return found
 
@@ -111,10 +106,14 @@ def switch_on_for_batches(model: Any) -> None:
         put_on(model, found)
 
 
-def put_on(model: Any, found: "ModelTrials") -> None:
-    """Apply verdicts to a model's sites and report; with a wrong product of "matrix" later loads choose "exact"."""
-    if model.runtime.lane == MATRIX and found.lane is None and (wrong := found.wrong_products()):
-        without_matrix(model, wrong, remembered=True)
+def put_on(model: Any, found: "ModelTrials", *, remembered: bool = True) -> None:
+    """Apply verdicts to a model's sites and report.
+
+    With a wrong product of "matrix" the lane is "mixed" from now on and, if `remembered`, "exact" in later loads.
+    """
+    if model.runtime.lane == MATRIX and (wrong := found.wrong_products()):
+        found.choice = without_matrix(model, wrong, remembered=remembered and found.lane is None)
+        model.runtime.lane, model.runtime.sums = MIXED, uuid4().hex  # no other process has the same mixture
     kernels, not_exact = found.apply()
     if model.report and kernels != model.report.kernels:
         model.runtime.note(kernels=kernels, not_exact=not_exact)
@@ -138,7 +137,7 @@ class ModelTrials:
         self.verdicts: dict[VerdictKey, KernelVerdict] = {}
         self._add(trials(sites, self.dtype))
         keys = (f"{len(trial.pairs)} {trial.key}" for trial in self.trials)
-        self.remembered = RememberedVerdicts(digest([model.runtime.lane, *keys]))
+        self.remembered = RememberedVerdicts(digest([model.runtime.lane_key, *keys]))
 
     @classmethod
     def of_sites(cls, model: Any, sites: Sequence[Site]) -> "ModelTrials":
@@ -177,8 +176,7 @@ class ModelTrials:
         kernels of up to WARM_ROWS rows that are on by a stored time, or are such products.
         """
         known, first = self.remembered.recall(), [t for t in self.needed() if t.rows <= FIRST_ROWS and not t.untimed]
-        if products := [trial for trial in self.trials if trial.untimed]:
-            self.decide(products, budget=math.inf)
+        self.try_products(self.trials)
         self.decide(first)
         if known and not self.has_untried(first):
             end = time.monotonic() + MORE_SECONDS
@@ -187,6 +185,11 @@ class ModelTrials:
             decided = known.get(trial.key, RIGHT) != RIGHT or (known and trial.untimed)
             if decided and trial.rows <= WARM_ROWS and (verdict := self.verdicts[trial.key]).on:
                 compile_kernel(trial.chosen(verdict.split))
+
+    def try_products(self, among: Iterable[KernelTrial]) -> None:
+        """Decide on the products of the lane "matrix" among these trials, whatever time that takes."""
+        if products := [trial for trial in among if trial.untimed]:
+            self.decide(products, budget=math.inf)
 
     def try_rest(self, stop: Callable[[], bool]) -> None:
         """Run the remaining trials of needed kernels until `stop` returns True or BUDGET seconds are used up."""
@@ -240,8 +243,10 @@ class ModelTrials:
         more = self.more_rows
         among = self.needed() if self.lane is None else self.trials
         untried = [trial for trial in among if trial.rows in more and self.has_untried([trial])]
-        if untried:
-            self.decide(untried, **how)
+        if self.lane is None:
+            self.try_products(untried)
+        if left := [trial for trial in untried if self.has_untried([trial])]:
+            self.decide(left, **how)
         return bool(untried)
 
     def needed(self) -> list[KernelTrial]:
@@ -362,37 +367,3 @@ def switch(sites: Iterable[Site], verdicts: Mapping[VerdictKey, KernelVerdict], 
 def _on(site: Site, shape: str, verdicts: Mapping[VerdictKey, KernelVerdict]) -> frozenset[int]:
     tried = (rows for rows in site.every_count if (site.op, shape, rows) in verdicts)
     return frozenset(rows for rows in tried if verdicts[site.op, shape, rows].on)
-
-
-def rows_not_exact(sites: Sequence[Site], more: Collection[int] = ()) -> Lines:
-    """Return a line per op with the row counts M at which a row may have other bits than alone.
-
-    more: the row counts above eight that occur.
-    """
-    off: dict[str, list[set[int]]] = {}
-    covered = {id(getattr(site, "covers", None)): site.rows for site in sites}
-    for site in sites:
-        if rows := inexact_rows(site, more) - covered.get(id(site), frozenset()):
-            off.setdefault(site.op, []).append(rows)
-    return tuple(
-        f"{len(found)} layers' {op} at M={', '.join(map(str, sorted(set().union(*found))))}"
-        for op, found in off.items()
-    )
-
-
-def others_not_exact(model: Any) -> Lines:
-    """Return the names of a model's operations that have no exact kernel."""
-    modules = [module for _, module in model.named_modules()]
-    attentions = [m for m in modules if "o_proj" in m]
-    selectable = model.runtime.adapters.names if hasattr(model, "runtime") else ()
-    found = {
-        FORMATS: any(type(m) in (*LINEARS, nn.QQLinear) or tied(model, m) for m in modules),
-        "attention": any(not isinstance(m, VerifyAttention) and not getattr(m, "latent", None) for m in attentions),
-        "the choice of sparse attention": any(isinstance(m, SparseMLA) for m in modules),
-        "latent attention's products per head": any(type(m) in PER_HEAD for m in modules),
-        "Mamba2's convolution": any(isinstance(m, Mamba2) for m in modules),
-        "unquantized experts": any(type(m) is SwitchLinear for m in modules),  # sorted from 64 of them on
-        "adapters": bool(selectable) or any("lora_a" in m for m in modules),
-        "everything in mlx-lm's model without a kernel": isinstance(model, Made),
-    }
-    return tuple(name for name, present in found.items() if present)

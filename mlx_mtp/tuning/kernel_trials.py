@@ -178,8 +178,8 @@ class Decisions:
                 if known is None and (why := self._no_time(trial)):
                     shapes[trial.shape] = off(why)
                 else:
-                    known = known or TrialFinding(check(trial) or "", None, spelling(trial.op))
-                    self.found[trial.key] = known
+                    if known is None:
+                        known = self.found[trial.key] = TrialFinding(check(trial) or "", None, spelling(trial.op))
                     right = KernelVerdict(True, True, reason=OF_LANE)
                     shapes[trial.shape] = off(known.wrong) if known.wrong else right
             self.verdicts[trial.key] = replace(shapes[trial.shape], spelling=spelling(trial.op))

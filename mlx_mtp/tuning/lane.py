@@ -15,7 +15,7 @@ import numpy as np
 from ..kernels import has_twin, out_of_memory
 from ..layers.kernel_site import Site
 from ..layers.with_heads import default_draft_tokens
-from ..machine.remembered import RememberedFile
+from ..machine.remembered import RememberedFile, digest
 from .ab_test import failing
 from .cost_file import backend, learned_counts, shapes_of
 from .costs import PRIOR_ACCEPTANCE, accepted_shares
@@ -26,6 +26,7 @@ from .verdict_file import kernel_facts
 
 SLOWER = 1.02  # maximum cost of a row in the lane "matrix", in rows of the lane "exact"
 TILED = 4  # rows from which on the lane "matrix" has tiles of 8 and 16 rows
+LANE_LINE = "lane "  # the beginning of a choice's line in the report
 AT_ONCE = {"block": 0.75}  # share of accepted drafts, without counts, of drafters that make all drafts in one pass
 
 
@@ -36,7 +37,7 @@ class LaneChoice(NamedTuple):
     reason: str
 
     def __str__(self) -> str:
-        return f"lane {self.lane}: {self.reason}"
+        return f"{LANE_LINE}{self.lane}: {self.reason}"
 
 
 class PassDrafts(NamedTuple):
@@ -67,7 +68,7 @@ class PassDrafts(NamedTuple):
 
 def rows_to_measure(drafts: int) -> tuple[int, ...]:
     """Return the row counts whose costs decide for passes of up to this number of drafts; others are interpolated."""
-    return tuple(m for m in (1, 2, 4, 8, 16) if m <= TILED or m < 2 * (drafts + 1))
+    return tuple(m for m in (1, 2, 3, 4, 8, 16) if m <= TILED or m < 2 * (drafts + 1))
 
 
 def better_lane(costs: LaneCosts, drafting: PassDrafts) -> LaneChoice:
@@ -80,7 +81,7 @@ def better_lane(costs: LaneCosts, drafting: PassDrafts) -> LaneChoice:
         return LaneChoice(EXACT, "an op does not run in both lanes")
     if row > SLOWER * plain:
         why = "" if has_twin() else "; this GPU adds in an unknown order, so few rows need matrices"
-        return LaneChoice(EXACT, f"a row costs {row / plain:.2f} plain steps in the lane matrix{why}")
+        return LaneChoice(EXACT, f"a row costs {row / plain:.3f} plain steps in the lane matrix{why}")
     rates = {lane: [_rate(costs, drafting, lane, k) for k in range(drafting.most + 1)] for lane in (EXACT, MATRIX)}
     best = int(np.argmax(rates[MATRIX]))
     faster = rates[MATRIX][best] > MARGIN * max(rates[EXACT])
@@ -132,6 +133,8 @@ def _file_of(model: Any) -> tuple[PassDrafts, RememberedFile]:
     """Return a model's drafting and the file of its lane, on this machine and with these versions and kernels."""
     drafting = PassDrafts.of(model, fingerprint := shapes_of(model))
     facts = {**kernel_facts(fingerprint), **backend(), "drafter": [drafting.source, drafting.most]}
+    formats = [str(model.no_hidden().dtype), *sorted({site.shape for site in model.runtime.sites})]
+    facts["products"] = digest(formats)
     return drafting, RememberedFile("lanes", facts, "the choice of a lane cannot be kept for the next load")
 
 

@@ -13,7 +13,6 @@ from ..layers.products import GLU, Stack
 from .ab_test import TimedOp, WrongKernel, chain_times, outputs_of
 from .lane_sites import EXACT, MATRIX, in_matrix
 
-INTERPOLATED = 2  # rows that are not timed in the lane "matrix", to compile fewer kernels
 FEW = 0.05  # share of all quantized weights of products below which those of a format are not timed
 BUDGET = 3.0  # seconds of a load, without compilation
 Seconds = dict[str, dict[int, float]]  # by lane and number of rows
@@ -35,8 +34,7 @@ def measured(model: Any, sites: Sequence[Site], rows: Sequence[int], timer: OpTi
     """
     head = getattr(model.unembedding(), "choice", None)
     groups = _groups(_of_a_pass(sites, head))
-    total: Seconds = {EXACT: dict.fromkeys(rows, 0.0)}
-    total[MATRIX] = dict.fromkeys((m for m in rows if m != INTERPOLATED), 0.0)
+    total: Seconds = {lane: dict.fromkeys(rows, 0.0) for lane in (EXACT, MATRIX)}
     of_head = dict.fromkeys(total, 0.0)
     for shapes in groups:
         same = max(shapes, key=_weights)
@@ -107,17 +105,16 @@ def op_seconds(same: Sequence[Site], rows: Sequence[int], dtype: mx.Dtype, budge
     "exact". Split rows are not timed: they cost at most a launch per SPLIT_ROWS. budget: seconds, to time.
     """
     matrices = [own for site in same if (own := in_matrix(site))]
-    sides: list[tuple[str, int, Sequence[TimedOp], mx.array]] = []
+    found: Seconds = {lane: dict.fromkeys(rows, math.inf) for lane in (EXACT, MATRIX)}
     for m in rows:
         x = mx.random.normal((m, same[0].width), dtype, key=mx.random.key(m))
         here: list[tuple[str, Sequence[TimedOp]]] = [(EXACT, [site.stock for site in same])]
         here += [(EXACT, [site.ours for site in same])] if m in same[0].every_count else []
-        here += [(MATRIX, [site.ours for site in matrices])] if matrices and m != INTERPOLATED else []
-        sides += [(lane, m, ops, x) for lane, ops in here if _runs(ops[0], x)]
-    times = chain_times([(ops, x) for *_, ops, x in sides], budget)
-    found: Seconds = {lane: dict.fromkeys(rows, math.inf) for lane in (EXACT, MATRIX)}
-    for (lane, m, *_), seconds in zip(sides, times, strict=True):
-        found[lane][m] = min(found[lane][m], seconds)
+        here += [(MATRIX, [site.ours for site in matrices])] if matrices else []
+        sides = [(lane, ops) for lane, ops in here if _runs(ops[0], x)]
+        times = chain_times([(ops, x) for _, ops in sides], budget / len(rows))  # of few rows with as many steps
+        for (lane, _), seconds in zip(sides, times, strict=True):
+            found[lane][m] = min(found[lane][m], seconds)
     for m in filter(splits, rows):
         found[EXACT][m] = min(found[EXACT][m], found[EXACT][SPLIT_ROWS] * -(-m // SPLIT_ROWS))
     return found if matrices else dict.fromkeys((EXACT, MATRIX), found[EXACT])

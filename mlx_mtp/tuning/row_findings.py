@@ -33,7 +33,7 @@ def file_of_rows(model: Any, weights: str, layout: Mapping[str, Any], *, exact: 
     """
     classes = {f"{path} {type(m).__module__}.{type(m).__qualname__}" for path, m in model.named_modules()}
     lane = [f"{s.op} {s.shape} {sorted(s.rows)} {sorted(s.split)} {s.rows_of_context}" for s in model.runtime.sites]
-    lane.append(model.runtime.lane)
+    lane.append(model.runtime.lane_key)
     names = ("max_kv_size", *(("kv_bits", "kv_group_size", "quantized_kv_start") if layout.get("kv_bits") else ()))
     given = {name: layout.get(name) for name in names}
     facts = {**kernel_facts(digest([weights, *classes])), **backend(), "lane": digest(lane), "layout": given}

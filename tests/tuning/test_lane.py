@@ -65,6 +65,7 @@ def stub(own_cache):
     """A model with three heads, of which only what the choice depends on exists."""
     heads = {"mtp": [{"weight": mx.zeros(1)} for _ in range(3)]}
     more = {"runtime": Runtime(), "ranks": None, "drafter": None, "max_draft_tokens": 3}
+    more["no_hidden"] = lambda: mx.zeros(1)
     return SimpleNamespace(**heads, **more, parameters=lambda: {"weight": mx.zeros(2), **heads})
 
 
@@ -74,7 +75,7 @@ RULE = {
     "few are accepted": (costs(), drafting(0.1), "exact", "matrix is no faster: M="),
     "few are made": (costs(), drafting(0.8, 1), "exact", "matrix is no faster: M=2 costs 1.1 plain steps instead"),
     "a row of 2% more": (costs(matrix={**MATRIX_COSTS, 1: 1.02}), drafting(0.8), "matrix", "M=8"),
-    "a row of 3% more": (costs(matrix={**MATRIX_COSTS, 1: 1.03}), drafting(0.8), "exact", "a row costs 1.03 plain"),
+    "a row of 3% more": (costs(matrix={**MATRIX_COSTS, 1: 1.03}), drafting(0.8), "exact", "a row costs 1.030 plain"),
     "dear drafts": (costs(draft=0.5), drafting(0.8, source="heads"), "exact", "matrix is no faster"),
     "dear drafts, at once": (costs(draft=0.5), drafting(0.8), "matrix", "M=8"),
     "equal": (costs(matrix=EXACT_COSTS), drafting(0.8), "exact", "matrix is no faster"),
@@ -112,7 +113,7 @@ def test_rows_of_a_tile_cost_as_much():
 def test_without_a_twin_the_reason_names_it(monkeypatch):
     monkeypatch.setattr(_matrix, "_taken", [MatrixOrder("", True, "truncated")])
     choice = better_lane(costs(matrix=dict.fromkeys(MATRIX_COSTS, 1.4)), drafting(0.8))
-    assert choice == ("exact", "a row costs 1.40 plain steps in the lane matrix; this GPU adds in an unknown order, "
+    assert choice == ("exact", "a row costs 1.400 plain steps in the lane matrix; this GPU adds in an unknown order, "
                       "so few rows need matrices")  # fmt: skip
 
 
@@ -148,7 +149,7 @@ def test_a_pass_reads_each_weight_of_the_target_once(model):
     assert experts
     assert found.rows["exact"][1] == pytest.approx(weights + 100 * experts + routers)
     assert found.rows["matrix"][4] == pytest.approx(4 * (weights / 2 + 100 * experts + routers))
-    assert {*found.rows["matrix"]} == {1, 4}
+    assert {*found.rows["matrix"]} == {1, 2, 4}
     assert len({(s.op, s.shape) for s in timed}) == len(timed) <= 4
 
 
@@ -206,10 +207,9 @@ def test_an_op_costs_what_its_fastest_kernel_does(monkeypatch, fails):
     found = lane_costs.op_seconds([Op(fails=fails)] * 3, (1, 2, 4, 8), mx.float32, 0.5)
     each = 3.0 if fails == "ours" else 2.0
     assert found["exact"] == {1: 3.0, 2: 2 * 3.0, 4: 4 * each, 8: 8 * each}
-    assert found["matrix"][2] == math.inf  # not timed
     ours = math.inf if fails == "matrix" else 1.0
-    assert {m: found["matrix"][m] for m in (1, 4, 8)} == {1: ours, 4: 4 * ours, 8: 24 * ours}
-    assert budgets == [0.5]
+    assert found["matrix"] == {1: ours, 2: 2 * ours, 4: 4 * ours, 8: 24 * ours}
+    assert budgets == [0.125] * 4  # each number of rows has chains of its own length
 
 
 @pytest.mark.parametrize(("width", "groups"), [(64, [[[64]], [[64]], [[8]]]), (4096, [[[4096], [64]], [[8]]])])
@@ -250,6 +250,7 @@ def test_a_choice_is_stored(stub, measures):
 CHANGES = {
     "drafts": lambda model, patch: patch.setattr(lane, "default_draft_tokens", lambda model: 7),
     "drafter": lambda model, patch: setattr(model, "drafter", SimpleNamespace(source="block", usual=3, most=3)),
+    "type": lambda model, patch: setattr(model, "no_hidden", lambda: mx.zeros(1, mx.float16)),
     "heads": lambda model, patch: model.mtp[0].update(norm=mx.zeros(1)),
     "mlx_mtp": lambda model, patch: patch.setattr(verdict_file, "__version__", "0"),
     "mlx": lambda model, patch: patch.setattr(verdict_file, "MLX_VERSION", "0"),
@@ -394,14 +395,26 @@ def test_a_wrong_product_puts_the_whole_model_in_the_lane_exact(
     assert ["matrix is wrong" in text for text in kept] == ([] if asked else [loads == 1])
 
 
-def test_a_product_found_wrong_later_is_stored(model, measures, monkeypatch):
+@pytest.mark.parametrize("remembered", [True, False])
+def test_a_product_found_wrong_later_ends_the_lane(model, measures, monkeypatch, remembered):
+    """From then on no file has its rows; later loads choose "exact" unless they are to try the kernel again."""
     switched(model, monkeypatch, None)
+    key = model.runtime.lane_key
+    assert model.runtime.fits(key)
     found = model.runtime.trials
     trial = next(t for t in found.trials if t.op == "matrix_qmm" and t.rows == 8)
     found.reject(trial.key, "fails with no such function", remembered=False)
-    kernel_switch.put_on(model, found)
-    assert model.runtime.lane == "matrix"
-    assert chosen_lane(model, PRODUCTS).reason.startswith("matrix is wrong: matrix_qmm")
+    kernel_switch.put_on(model, found, remembered=remembered)
+    assert model.runtime.lane == "mixed"
+    assert not any(map(model.runtime.fits, (key, "exact", model.runtime.lane_key)))
+    assert str(found.choice).startswith("lane exact: matrix is wrong: matrix_qmm")
+    assert chosen_lane(model, PRODUCTS).reason.startswith("matrix is wrong") == remembered
+
+
+def test_ranks_whose_matrices_add_in_other_orders_have_the_lane_exact(monkeypatch):
+    for orders in (["forward", "forward"], ["forward", "pairs"]):
+        ranks = SimpleNamespace(gather_values=lambda own, orders=orders: orders)
+        assert lane_sites.have_same_order(ranks) == (orders[0] == orders[1])
 
 
 def test_an_order_that_cannot_be_read_is_unknown(monkeypatch):
