@@ -17,10 +17,9 @@ const int lane = thread_index_in_simdgroup, simd = simdgroup_index_in_threadgrou
 const int first = threadgroup_position_in_grid.x * ROWS;
 const int tile = threadgroup_position_in_grid.y, begin = tile * TILE;
 
-const Source<S> weights = {(const device uint8_t*)w, scales, biases};
 for (int at = 0; at < TILE; at += HEIGHT) {
   if (begin + at < N) {
-    const Tile<T, S> part = {weights, x, K, first, M, K, begin + at, N};
+    const Tile<T, S> part = {{(const device uint8_t*)w, scales, biases}, x, K, first, M, K, begin + at, N};
     tile_products<T, S, BITS, KIND, GROUP, ROWS, HEIGHT, 1>(part, simd, lane, sums);
   }
   for (int i = simd * 32 + lane; i < ROWS * HEIGHT; i += 32 * SLICES) {

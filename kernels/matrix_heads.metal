@@ -16,9 +16,9 @@ const int first_m = threadgroup_position_in_grid.x * ROWS, first_n = threadgroup
 const int head = threadgroup_position_in_grid.z;
 
 const size_t matrix = size_t(head) * N;
-const Source<S> weights = {
-    (const device uint8_t*)w + matrix * row_bytes, scales + matrix * row_scales, biases + matrix * row_scales};
-const Tile<T, S> tile = {weights, x + size_t(head) * D, H * D, first_m, M, K, first_n, N};
+const Tile<T, S> tile = {
+    {(const device uint8_t*)w + matrix * row_bytes, scales + matrix * row_scales, biases + matrix * row_scales},
+    x + size_t(head) * D, H * D, first_m, M, K, first_n, N};
 tile_products<T, S, BITS, KIND, GROUP, ROWS, HEIGHT, 1>(tile, simd, lane, sums);
 for (int i = simd * 32 + lane; i < ROWS * HEIGHT; i += 32 * SLICES) {
   const int m = first_m + i / HEIGHT, n = first_n + i % HEIGHT;
