@@ -245,14 +245,15 @@ def true(x: mx.array, weights: Quantized | mx.array) -> np.ndarray:
     ids=str,
 )
 def test_the_error_in_float32(form, order):
-    """At most 2e-6 of the outputs' root mean square, as of MLX's own products."""
+    """Root mean squares: at most 1.1e-6 of the outputs'; truncated sums lean to zero and err more."""
     mx.random.seed(form[1])
     x, w = mx.random.normal((8, 4096)), mx.random.normal((32, 4096))
     weights = w if form == PLAIN else quantized(w, *form, F32, (32,))
     with machine(order):
         y = multiplied(x, weights)
     want = true(x, weights)
-    assert np.abs(exact(y) - want).max() < 2e-6 * np.sqrt(np.mean(want**2))
+    limit = 1e-5 if order == "truncated" else 1.1e-6
+    assert np.sqrt(np.mean((exact(y) - want) ** 2)) < limit * np.sqrt(np.mean(want**2))
 
 
 # Errors in matrix.h that these tests must find: what is right, and what is written instead.
