@@ -245,15 +245,16 @@ def true(x: mx.array, weights: Quantized | mx.array) -> np.ndarray:
     ids=str,
 )
 def test_the_error_in_float32(form, order):
-    """Root mean squares: at most 1.1e-6 of the outputs'; truncated sums lean to zero and err more."""
+    """Of the outputs' root mean square; MLX's own products err by 3 to 5e-7. Truncated sums err ten times as much."""
     mx.random.seed(form[1])
     x, w = mx.random.normal((8, 4096)), mx.random.normal((32, 4096))
     weights = w if form == PLAIN else quantized(w, *form, F32, (32,))
     with machine(order):
         y = multiplied(x, weights)
     want = true(x, weights)
-    limit = 1e-5 if order == "truncated" else 1.1e-6
-    assert np.sqrt(np.mean((exact(y) - want) ** 2)) < limit * np.sqrt(np.mean(want**2))
+    errors, scale = exact(y) - want, np.sqrt(np.mean(want**2)) * (10 if order == "truncated" else 1)
+    assert np.sqrt(np.mean(errors**2)) < 6e-7 * scale  # most: 5.8e-7, 8 bits in groups of 128
+    assert np.abs(errors).max() < 2.05e-6 * scale  # most: 2.02e-6, of the same weights
 
 
 # Errors in matrix.h that these tests must find: what is right, and what is written instead.
