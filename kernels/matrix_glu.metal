@@ -1,4 +1,4 @@
-// y[m, h] = swiglu(x[m] . gate[h], x[m] . up[h]) in the arithmetic of matrix.h; both weights quantized.
+// y[m, h] = swiglu(x[m] . gate[h], x[m] . up[h]) in the arithmetic of units.h; both weights quantized.
 //
 // Inputs   w [2 * H, K * BITS / 32] uint32, gate's rows before up's; scales, biases [2 * H, K / GROUP] (no
 //          biases: scales twice); x [M, K]; limit [1] of T: infinity where nothing is clamped

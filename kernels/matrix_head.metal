@@ -1,4 +1,4 @@
-// The best of each tile of x W^T (+ bias) in the arithmetic of matrix.h; W quantized or not.
+// The best of each tile of x W^T (+ bias) in the arithmetic of units.h; W quantized or not.
 //
 // Inputs   w [N, K * BITS / 32] uint32 or [N, K] of T; scales, biases [N, K / GROUP] (none: w or scales again); x [M, K];
 //          the others as verify_head

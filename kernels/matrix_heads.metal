@@ -1,4 +1,4 @@
-// y[m, h, n] = sum over k of x[m, h, k] * W[h, n, k] in the arithmetic of matrix.h; each head's W quantized.
+// y[m, h, n] = sum over k of x[m, h, k] * W[h, n, k] in the arithmetic of units.h; each head's W quantized.
 //
 // Inputs   w [>= H, N, K * BITS / 32] uint32; scales, biases [>= H, N, K / GROUP] (no biases: scales twice);
 //          x [1, M, H, D], of whose D >= K values the first K count

@@ -1,4 +1,4 @@
-// y[m, n] = sum over k of x[m, k] * W[n, k] in the arithmetic of matrix.h; W quantized or not, one or several stacked along N.
+// y[m, n] = sum over k of x[m, k] * W[n, k] in the arithmetic of units.h; W quantized or not, one or several stacked along N.
 //
 // Inputs   w [>= N, K * BITS / 32] uint32 or [>= N, K] of T; scales, biases [>= N, K / GROUP] (none: w or scales again);
 //          x [M, K]; ends [P] int32, where each of the P weights that w stacks along N ends; bias [N] of T, where BIAS:

@@ -1,6 +1,6 @@
 """Launch the kernels of the lane `matrix`, in which a row has the same bits at every number of rows.
 
-The arithmetic is stated in `kernels/matrix.h`. Up to TWIN_ROWS rows are multiplied by the twin, a scalar kernel that
+The arithmetic is stated in `kernels/units.h`. Up to TWIN_ROWS rows are multiplied by the twin, a scalar kernel that
 adds eight products in the order of this machine's simdgroup_matrix; more, and all rows if that order is not known, by
 simdgroup matrices.
 """
@@ -14,7 +14,7 @@ from ._quantized import Quantized, arrays, format_template
 from ._source import launch
 from .matrix_order import ORDERS, MatrixOrder, metal_sum
 
-PLAIN = 4  # the kind of unquantized weights, as in matrix.h
+PLAIN = 4  # the kind of unquantized weights, as in units.h
 SLICES, SIDE = 8, 8  # simdgroups of a threadgroup; rows and columns of a matrix
 TWIN_ROWS = 3  # maximum rows that the twin multiplies
 ROWS_ONCE = 16  # maximum rows of x that share a request of the weights

@@ -25,7 +25,7 @@ class Runtime:
     alone: why sequences are decoded one at a time and not in a pool; None if a pool may hold several.
     choosing: whether kernels change logits and choose tokens from them, else MLX's operations.
     rows: maximum rows of a pass with drafts; None: no limit, 1: nothing is drafted.
-    lane: the arithmetic of products of few rows: "exact" (MLX's, of one row) or "matrix" (`kernels/matrix.h`);
+    lane: the arithmetic of products of few rows: "exact" (MLX's, of one row) or "matrix" (`kernels/units.h`);
     "mixed" once a product of "matrix" was switched off. sums: the order in which matrices add here.
     row_check: the check of its rows (`decoding.row_check.RowCheck`), None if nothing is to be checked.
     vision: what encodes pictures (`pictures.vision.Vision`), with `mark`, the id of a picture's token in templates.

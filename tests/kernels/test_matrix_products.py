@@ -257,13 +257,14 @@ def test_the_error_in_float32(form, order):
     assert np.abs(errors).max() < 2.05e-6 * scale  # most: 2.02e-6, of the same weights
 
 
-# Errors in matrix.h that these tests must find: what is right, and what is written instead.
+HEADERS = "units.h", "twin.h", "matrix.h"
+# Errors in these headers that the tests must find: what is right, and what is written instead.
 APART = (
-    "U::load_values(tile.x + rows[m], k + c * RUN + from, K, whole, run);",
-    "for (int i = 0; i < STEPS; i++) {\nconst int at = k + (from + i) * SIDE + c;\n"
+    "U::load_values(tile.x + rows[m], k + c * RUN + step, K, whole, run);",
+    "for (int i = 0; i < STEPS; i++) {\nconst int at = k + (step + i) * SIDE + c;\n"
     "run[i] = at < K ? float(tile.x[rows[m] + at]) : 0.0f;\n}",
-    "U::weight(words[r], c * RUN + from + i)",
-    "U::weight(words[r], (from + i) * SIDE + c)",
+    "U::weight(words[r], c * RUN + step + i)",
+    "U::weight(words[r], (step + i) * SIDE + c)",
 )
 BROADCAST = "quad_broadcast(term[m][r], ushort(i))"
 PLANTED = {
@@ -310,12 +311,13 @@ AT = {"scales": Case(("mxfp4", 4, 32), 5, 96, counts=(2, 8))}
 
 @pytest.mark.parametrize("fault", sampled(["the twin's blocks out of order", "columns of two"], PLANTED))
 def test_planted_errors_are_found(monkeypatch, tmp_path, fault):
-    text = (_source.DIRECTORY / "matrix.h").read_text()
+    texts = {name: (_source.DIRECTORY / name).read_text() for name in HEADERS}
     for right, wrong in zip(PLANTED[fault][::2], PLANTED[fault][1::2], strict=True):
-        assert text.count(right) == 1, right
-        text = text.replace(right, wrong)
+        assert [text.count(right) for text in texts.values() if right in text] == [1], right
+        texts = {name: text.replace(right, wrong) for name, text in texts.items()}
     shutil.copytree(_source.DIRECTORY, tmp_path / "kernels")
-    (tmp_path / "kernels/matrix.h").write_text(text)
+    for name, text in texts.items():
+        (tmp_path / "kernels" / name).write_text(text)
     monkeypatch.setattr(_source, "DIRECTORY", tmp_path / "kernels")
     with pytest.raises(AssertionError, match=r"rows|same_bits"):
         check(AT.get(fault, Case(("affine", 4, 32), 9, 2336, counts=(2, 8))))

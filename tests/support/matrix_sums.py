@@ -1,4 +1,4 @@
-"""The arithmetic of the lane `matrix` in numpy, as kernels/matrix.h states it, and inputs that show another order."""
+"""The arithmetic of the lane `matrix` in numpy, as kernels/units.h states it, and inputs that show another order."""
 
 import functools
 from collections.abc import Iterator
