@@ -68,10 +68,8 @@ def weight_inputs(weights: Quantized | mx.array, dtype: mx.Dtype) -> tuple[dict[
     """Return the arrays w, scales and biases of weights, and the template arguments of their format."""
     if isinstance(weights, Quantized):
         return arrays(weights, dtype), format_template(weights, dtype)
-    w = weights.astype(dtype)
-    return dict.fromkeys(("w", "scales", "biases"), w), {
-        **{"T": dtype, "S": dtype, "BITS": 8 * dtype.size, "GROUP": 64, "KIND": PLAIN}
-    }
+    form = {"T": dtype, "S": dtype, "BITS": 8 * dtype.size, "GROUP": 64, "KIND": PLAIN}
+    return dict.fromkeys(("w", "scales", "biases"), weights.astype(dtype)), form
 
 
 def launch_tiles(
@@ -90,8 +88,8 @@ def launch_tiles(
     arguments.
     """
     given, form = weight_inputs(weights, x.dtype)
-    order = _taken[0]
-    before = metal_sum(order.name, order.fused or x.dtype != mx.float32) if has_twin() else metal_sum("forward", True)
+    order = _taken[0] if has_twin() else FORWARD  # without a twin the text names the function, but nothing calls it
+    before = metal_sum(order.name, order.fused or x.dtype != mx.float32)
     return launch(
         op,
         {**given, "x": x, **more},

@@ -25,7 +25,7 @@ from ._quantized import (
 from ._quantized import supported as supported_format
 from ._source import DTYPES, Maybe, constants, inverse, launch, on_metal, row_groups
 from .change_logits import masked
-from .matrix_products import matrix_gemv, matrix_qmm
+from .matrix_products import matrix_gemv, matrix_qmm, matrix_served
 from .verify_gemv import supported as supported_product
 
 Weights = Quantized | mx.array  # [N, K], quantized or not
@@ -164,6 +164,12 @@ def supported(x: mx.array, weights: Weights, bias: Maybe = None) -> bool:
     return same and supported_format(x, weights) and not small(weights)
 
 
+def _launches(x: mx.array, weights: Weights, bias: Maybe, matrix: bool) -> bool:
+    """Return whether kernels choose from the products of these, in the lane `matrix` or not."""
+    served = not matrix or isinstance(weights, Quantized) or matrix_served(x, weights, _dtype(x, weights, bias))
+    return on_metal() and supported(x, weights, bias) and served
+
+
 def _check(x: mx.array, weights: Weights, bias: Maybe, mask: Maybe = None) -> None:
     if x.ndim != 2:
         raise ValueError(f"x has shape {x.shape}; it must be (M, K)")
@@ -194,7 +200,7 @@ def verify_head(
     Raises ValueError for shapes that do not match.
     """
     _check(x, weights, bias, mask)
-    if not (on_metal() and supported(x, weights, bias) and not (matrix and x.shape[1] < LEAST_COLUMNS)):
+    if not _launches(x, weights, bias, matrix):
         return mx.argmax(masked(logits_ref(x, weights, bias, matrix=matrix), mask), axis=-1).astype(mx.int32)
     return _verify_head_metal(x, weights, bias, mask=mask, split=split, matrix=matrix)[1][:, 0]
 
@@ -204,7 +210,7 @@ def greatest_logit(
 ) -> mx.array:
     """Return the logit, float32 [M], of the token that `verify_head` returns, by the same launches."""
     _check(x, weights, bias)
-    if not (on_metal() and supported(x, weights, bias) and not (matrix and x.shape[1] < LEAST_COLUMNS)):
+    if not _launches(x, weights, bias, matrix):
         return logits_ref(x, weights, bias, matrix=matrix).astype(mx.float32).max(axis=-1)
     return _verify_head_metal(x, weights, bias, split=split, matrix=matrix)[0][:, 0]
 
@@ -231,7 +237,7 @@ def verify_head_draw(
     _check(x, weights, bias, mask)
     if temp <= 0:
         raise ValueError(f"temp={temp}: allowed is more than 0")
-    if not (on_metal() and supported(x, weights, bias) and not (matrix and x.shape[1] < LEAST_COLUMNS)):
+    if not _launches(x, weights, bias, matrix):
         return draw_ref(masked(logits_ref(x, weights, bias, matrix=matrix), mask), key, position, temp)
     noise = (key, mx.array(position).reshape(1).astype(mx.uint32), constants(mx.float32, inverse(temp)))
     return _verify_head_metal(x, weights, bias, noise=noise, mask=mask, split=split, matrix=matrix)[1][:, 0]
@@ -249,7 +255,7 @@ def verify_head_top(
     _check(x, weights, bias)
     if not 1 <= n <= min(MOST_TOP, _columns(weights)):
         raise ValueError(f"n={n}: allowed is 1 to {min(MOST_TOP, _columns(weights))}")
-    if not (on_metal() and supported(x, weights, bias) and not (matrix and x.shape[1] < LEAST_COLUMNS)):
+    if not _launches(x, weights, bias, matrix):
         return top_ref(logits_ref(x, weights, bias, matrix=matrix), n)
     values, tokens = _verify_head_metal(x, weights, bias, n, with_sum=True, split=split, matrix=matrix)
     return values[:, :n], tokens, values[:, n]

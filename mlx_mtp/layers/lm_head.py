@@ -46,7 +46,7 @@ class LMHeadSite(Site):
         return self.module.get("bias")
 
     def splits(self, rows: int) -> bool:
-        return isinstance(self.weights, Quantized) and splits(rows)
+        return not self.matrix and isinstance(self.weights, Quantized) and splits(rows)
 
     def computed(self, x: mx.array, split: bool) -> list[mx.array]:
         return [verify_head(x, self.weights, self.bias, split=split)]
@@ -68,9 +68,6 @@ class LMHeadSite(Site):
 
 class OwnHead(LMHeadSite):
     """An LM head with our kernel's bits (see `products.OwnStack`); trials compare the greatest logits, [M, 1]."""
-
-    def splits(self, rows: int) -> bool:
-        return not self.matrix and super().splits(rows)
 
     def computed(self, x: mx.array, split: bool) -> list[mx.array]:
         y = greatest_logit(x, self.weights, self.bias, split=split, matrix=self.matrix)

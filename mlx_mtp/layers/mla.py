@@ -74,7 +74,7 @@ class PerHead(Site):
         return y.reshape(n, rows, heads, -1).swapaxes(1, 2)
 
     def splits(self, rows: int) -> bool:
-        return splits(rows)
+        return not self.matrix and splits(rows)
 
     def computed(self, x: mx.array, split: bool) -> list[mx.array]:
         return [side_by_side(self._product(x.reshape(1, len(x), self.heads, -1), split))]
@@ -88,9 +88,6 @@ class OwnPerHead(PerHead):
     """The products of a `QuantizedMultiLinear` or `BlockMultiLinear` with our bits (see `products.OwnStack`)."""
 
     own_bits = True
-
-    def splits(self, rows: int) -> bool:
-        return not self.matrix and splits(rows)
 
     def stock(self, x: mx.array) -> list[mx.array]:
         heads = x.reshape(1, len(x), self.heads, -1).swapaxes(1, 2)

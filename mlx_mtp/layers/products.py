@@ -83,7 +83,7 @@ class Stack(Site):
         return (*([1] if len(self.modules) > 1 else []), *VERIFY_ROWS)
 
     def splits(self, rows: int) -> bool:
-        return splits(rows)
+        return not self.matrix and splits(rows)
 
     def computed(self, x: mx.array, split: bool) -> list[mx.array]:
         w, dtype, x = self.weights, x.dtype, self.widened(x)
@@ -132,9 +132,6 @@ class OwnStack(Stack):
     own_bits = True
     truth = Stack.in_float32
 
-    def splits(self, rows: int) -> bool:
-        return not self.matrix and splits(rows)
-
     def computed(self, x: mx.array, split: bool) -> list[mx.array]:
         w, dtype, x = self.weights, x.dtype, self.widened(x)
         return self.biased(matrix_qmm(x, w) if self.matrix else verify_qmm(x, w, split=split), dtype)
@@ -159,7 +156,7 @@ class GLU(Site):
         return same and rows_of(x) in self.rows
 
     def splits(self, rows: int) -> bool:
-        return splits(rows)
+        return not self.matrix and splits(rows)
 
     def computed(self, x: mx.array, split: bool) -> list[mx.array]:
         return [verify_glu(x, self.stack.weights, self.limit, split=split)]
@@ -176,9 +173,6 @@ class OwnGLU(GLU):
     """A GLU with our kernel's bits (see `OwnStack`); trials compare with a GLU in float32."""
 
     own_bits = True
-
-    def splits(self, rows: int) -> bool:
-        return not self.matrix and splits(rows)
 
     def computed(self, x: mx.array, split: bool) -> list[mx.array]:
         return [matrix_glu(x, self.stack.weights, self.limit)] if self.matrix else super().computed(x, split)

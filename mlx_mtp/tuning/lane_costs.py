@@ -112,7 +112,7 @@ def op_seconds(same: Sequence[Site], rows: Sequence[int], dtype: mx.Dtype, budge
         here += [(EXACT, [site.ours for site in same])] if m in same[0].every_count else []
         here += [(MATRIX, [site.ours for site in matrices])] if matrices else []
         sides = [(lane, ops) for lane, ops in here if _runs(ops[0], x)]
-        times = chain_times([(ops, x) for _, ops in sides], budget / len(rows))  # of few rows with as many steps
+        times = chain_times([(ops, x) for _, ops in sides], budget / len(rows))  # few rows: long chains
         for (lane, _), seconds in zip(sides, times, strict=True):
             found[lane][m] = min(found[lane][m], seconds)
     for m in filter(splits, rows):

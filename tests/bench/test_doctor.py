@@ -8,39 +8,15 @@ from types import SimpleNamespace
 import command_line
 import mlx.core as mx
 import pytest
-from metal_cases import linux_only
-from results import decode_result, profile_result, verify_result
+from doctor_results import COUNTED, found_of
 from trial_cases import WEIGHTS, fails, off_by_one_bit, stock, trial
 
-from mlx_mtp import emulator
 from mlx_mtp.bench import doctor, emulated_check
 from mlx_mtp.bench.compile_jobs import OPS
-from mlx_mtp.bench.doctor_page import matrix_unit, page, table, verdict
+from mlx_mtp.bench.doctor_page import page, table, verdict
 from mlx_mtp.bench.doctor_summary import REGISTERS, by_kernel
 from mlx_mtp.emulator import compile as compiling
-from mlx_mtp.kernels import MatrixOrder
 from mlx_mtp.layers.runtime import Runtime
-
-COUNTED = {"op": "add_norm", "shape": "512", "rows": 4, "against": "error", "wrong": None}
-COUNTED |= {"launches": 1, "requested": 2048, "reread": 1.0}
-TIMED = {"of": "a", "op": "add_norm", "shape": "512", "rows": 2, "wrong": None, "ratio": 1.25, "compile_seconds": 0.3}
-MACHINE = dict.fromkeys(("chip", "os", "python", "mlx", "mlx_lm", "mlx_mtp", "commit", "device", "blas"), "that")
-
-
-def found_of(*kernels, metal=False, **parts):
-    found = {
-        "environment": {**MACHINE, "gpu_cores": None, "memory_bytes": None},
-        "metal": metal,
-        "kernels": {"found": list(kernels)},
-        "matrix_unit": {"not_read": "no Metal GPU"},
-        "facts": {"name": "demo", "found": []},
-        "verify": verify_result(("stock",), (8,), noise=0),
-        "decode": decode_result(noise=0),
-        "host": profile_result(noise=0),
-        "thermal": {"before": None, "after": "no warning"},
-        **{"seconds": 3.0, "date": "2000-01-01"},
-    }
-    return found | parts
 
 
 def test_a_good_verdict_lists_what_was_not_checked():
@@ -106,60 +82,6 @@ def test_kernels_refused_while_decoding_are_shown():
     assert not good
     assert "1 kernels were refused and are off" in words
     assert "OFF: add_norm 512, M=5, 6: fails with RuntimeError: add_norm.metal:3:1: error: y" in page(found)
-
-
-def orders_of(**hows):
-    return {"orders": {dtype: MatrixOrder(*how)._asdict() for dtype, how in hows.items()}}
-
-
-FORWARD, ROUNDED = ("forward", True, "nearest"), ("forward", False, "nearest")
-UNKNOWN = ("", True, "truncated", (7.0, -64.0))
-
-
-@pytest.mark.parametrize(
-    ("part", "words"),
-    [
-        ({"not_read": "no Metal GPU"}, "not read (no Metal GPU)"),
-        ({"failed": "RuntimeError: r"}, "not read (RuntimeError: r)"),
-        (
-            orders_of(float32=FORWARD, float16=FORWARD, bfloat16=FORWARD),
-            'adds eight products in the order "forward", fused, rounded to nearest (float32, float16, bfloat16)',
-        ),
-        (
-            orders_of(float32=ROUNDED, float16=FORWARD, bfloat16=("pairs", True, "truncated")),
-            'adds eight products in the order "forward", each rounded first, rounded to nearest (float32, float16); '
-            'in the order "pairs", each rounded first, truncated (bfloat16)',
-        ),
-        (
-            orders_of(float32=UNKNOWN, float16=("", True, "wide")),
-            "adds eight products in an unknown order with the sums 7 -64, fused, truncated (float32); "
-            "exactly, fused, and rounds once (float16)",
-        ),
-    ],
-)
-def test_the_arithmetic_of_the_matrix_unit_is_a_line(part, words):
-    """Only a failure is a fault."""
-    found = found_of(COUNTED, matrix_unit=part)
-    assert matrix_unit(part) == f"Matrix unit: {words}"
-    assert verdict(found)[0] == ("failed" not in part)
-    section = page(found).partition("## Matrix unit\n\n")[2].partition("\n\n##")[0]
-    assert section == (f"Failed: {part['failed']}" if "failed" in part else f"Matrix unit: {words}.")
-
-
-@linux_only
-def test_the_matrix_unit_is_read(monkeypatch):
-    monkeypatch.setattr(doctor, "lacking", dict)
-    with emulator.emulated(emulator.Options(matrix_order="halves", traffic=False)):
-        found = doctor.matrix_unit()
-    assert json.loads(json.dumps(found)) == {
-        "orders": {
-            dtype: {"name": "halves", "fused": True, "rounding": "nearest", "signature": []}
-            for dtype in ("float32", "float16", "bfloat16")
-        }
-    }
-    assert doctor.matrix_unit() == {"not_read": "no Metal GPU"}
-    monkeypatch.setattr(doctor, "lacking", lambda: {"bfloat16": "error: no such type"})
-    assert doctor.matrix_unit() == {"not_read": "the GPU does not support bfloat16"}
 
 
 def of_kernel(name, found):

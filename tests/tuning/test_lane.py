@@ -15,7 +15,7 @@ import mlx_mtp
 from mlx_mtp.kernels import _matrix
 from mlx_mtp.kernels.matrix_order import MatrixOrder
 from mlx_mtp.layers.kernel_site import VERIFY_ROWS
-from mlx_mtp.layers.products import Dense, Stack, VerifyRouter
+from mlx_mtp.layers.products import Dense, VerifyRouter
 from mlx_mtp.layers.runtime import Runtime
 from mlx_mtp.tuning import ab_test, kernel_switch, lane, lane_costs, lane_sites, verdict_file
 from mlx_mtp.tuning.ab_test import FAILS
@@ -159,7 +159,7 @@ def test_real_ops_can_be_timed_in_both_lanes(model, monkeypatch):
     monkeypatch.setattr(ab_test, "CHAIN_STEPS", (1, 1))
     found = measured(model, kernel_switch.place(model), (1, 2, 4, 8))
     assert all(0 < seconds < 10 for each in found.rows.values() for seconds in each.values())
-    assert {**found.rows["matrix"], 2: 0}.keys() == found.rows["exact"].keys() == {1, 2, 4, 8}
+    assert found.rows["matrix"].keys() == found.rows["exact"].keys() == {1, 2, 4, 8}
 
 
 def test_drafts_cost_their_share_of_the_bytes_and_the_lm_head(model):
@@ -169,62 +169,6 @@ def test_drafts_cost_their_share_of_the_bytes_and_the_lm_head(model):
     head = model.unembedding().weight.shape[0] * 64
     assert found.draft["exact"] == pytest.approx(head + body * found.rows["exact"][1])
     assert found.draft["matrix"] == pytest.approx(head / 2 + body * found.rows["matrix"][1])
-
-
-class Op:
-    """A site whose ops return their names, at most one of which fails."""
-
-    width, every_count, shape, kind, weights_read = 8, (2, 4, 8), "s", "", 1
-
-    def __init__(self, name="ours", fails=""):
-        self.name, self.fails = name, fails
-
-    def stock(self, x):
-        return self._run("stock", x)
-
-    def ours(self, x):
-        return self._run(self.name, x)
-
-    def _run(self, name, x):
-        if name == self.fails:
-            raise RuntimeError("no such function")
-        return [x]
-
-
-@pytest.mark.parametrize("fails", ["", "ours", "matrix"])
-def test_an_op_costs_what_its_fastest_kernel_does(monkeypatch, fails):
-    """Rows above four may be split, which costs at most two launches; a kernel that fails is not timed."""
-    seconds, budgets = {"stock": 3.0, "ours": 2.0, "matrix": 1.0}, []
-
-    def chain_times(sides, budget):
-        budgets.append(budget)
-        names = [("stock" if ops[0].__name__ == "stock" else ops[0].__self__.name, len(x)) for ops, x in sides]
-        assert len({*names}) == len(names)
-        return [seconds[name] * (m if m < 8 else 3 * m) * (9 if (name, m) == ("ours", 2) else 1) for name, m in names]
-
-    monkeypatch.setattr(lane_costs, "chain_times", chain_times)
-    monkeypatch.setattr(lane_costs, "in_matrix", lambda site: Op("matrix", fails))
-    found = lane_costs.op_seconds([Op(fails=fails)] * 3, (1, 2, 4, 8), mx.float32, 0.5)
-    each = 3.0 if fails == "ours" else 2.0
-    assert found["exact"] == {1: 3.0, 2: 2 * 3.0, 4: 4 * each, 8: 8 * each}
-    ours = math.inf if fails == "matrix" else 1.0
-    assert found["matrix"] == {1: ours, 2: 2 * ours, 4: 4 * ours, 8: 24 * ours}
-    assert budgets == [0.125] * 4  # each number of rows has chains of its own length
-
-
-@pytest.mark.parametrize(("width", "groups"), [(64, [[[64]], [[64]], [[8]]]), (4096, [[[4096], [64]], [[8]]])])
-def test_formats_of_few_weights_are_not_timed(width, groups):
-    formats = [(width, 4), (64, 8)]
-    sites = [Stack([nn.QuantizedLinear(k, 64, bias=False, group_size=32, bits=bits)]) for k, bits in formats]
-    timed = lane_costs._groups([*sites, *PRODUCTS])
-    assert [[[site.width for site in same] for same in shapes] for shapes in timed] == groups
-
-
-def test_routers_stay_in_the_lane_exact():
-    (dense,), router = PRODUCTS, nn.Linear(8, 8)
-    router.__class__ = type("Router", (VerifyRouter, nn.Linear), {})
-    assert in_matrix(Dense(router)) is None
-    assert in_matrix(dense).op == "matrix_gemv"
 
 
 @pytest.fixture
@@ -296,7 +240,7 @@ def test_learned_acceptance_counts(stub, own_cache):
 
 
 def test_without_products_the_lane_is_exact(stub, measures):
-    assert chosen_lane(stub, [Op()]) == ("exact", "no product has a kernel")
+    assert chosen_lane(stub, [SimpleNamespace(module=None)]) == ("exact", "no product has a kernel")
     assert not measures
 
 
