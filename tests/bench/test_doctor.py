@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import command_line
 import mlx.core as mx
 import pytest
-from doctor_results import COUNTED, found_of
+from doctor_results import COUNTED, TIMED, found_of
 from trial_cases import WEIGHTS, fails, off_by_one_bit, stock, trial
 
 from mlx_mtp.bench import doctor, emulated_check
