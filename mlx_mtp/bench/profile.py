@@ -106,7 +106,7 @@ def decode_in_phases(work: Workload, watch: TimerType) -> TimerType:
             break
         run, base = _cycle(seat, run, base, plan, accepted, watch)
         with watch.during("commit"):
-            ((newest, accepted),) = run.read()
+            ((newest, accepted, _),) = run.read()
         watch.cycles += 1
     watch.wall = time.perf_counter() - tic
     return watch

@@ -7,6 +7,7 @@ The type of `offset` decides the mode. An `int` (prefill, plain decoding): slice
 
 import copy
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -69,6 +70,33 @@ class LinearKVCache(LayerCache):
             pairs = zip(self.parts, new, strict=True)
             self.parts = tuple(mx.slice_update(part, rows, self.offset, axes=[2]) for part, rows in pairs)
 
+    def flush(self) -> None:
+        if self.fresh:
+            (at, *rows), self.fresh = self.fresh, ()
+            self.write_at(at, rows)
+
+    def write_at(self, position: Any, rows: Sequence[mx.array]) -> None:
+        """Write rows, arrays [n, L, H, D], from a position on, without a change of `offset`."""
+        offset, self.offset = self.offset, position
+        self._write(tuple([each.swapaxes(1, 2) for each in rows]))
+        self.offset = offset
+
+    def seek(self, offset: Any, limit: int) -> None:
+        """Set the position. With a host integer, the rows in `fresh` are written first."""
+        if self.fresh and isinstance(offset, int):
+            self.flush()
+        self.offset, self.limit = offset, limit
+
+    def before(self, rows: int) -> Parts:
+        """Return what `rows` rows at the next positions attend to, themselves not yet written: [n, H, S, D] each."""
+        self.flush()
+        self._grow(rows, self.parts)
+        return tuple([part[:, :, : self.seen(rows)] for part in self.parts])
+
+    def seen(self, rows: int) -> int:
+        """Return the number of places of the buffers that `rows` more rows, counted by the device, attend to."""
+        return self._visible(rows).stop
+
     def _assign(self, slot: int, new: Parts) -> None:
         """Write rows from a slot on, through new array objects: those that a mark refers to keep the old contents."""
         self.parts, end = tuple([copy.copy(part) for part in self.parts]), slot + new[0].shape[2]
@@ -91,6 +119,8 @@ class LinearKVCache(LayerCache):
         returns two tuples (packed, scales, biases), one of the keys and one of the values.
         """
         rows = arrays[0].shape[2]
+        if self.fresh:
+            self.flush()
         new = self._encode(*arrays)
         self._grow(rows, new)
         self._write(new)
@@ -131,6 +161,7 @@ class LinearKVCache(LayerCache):
         return self._filled(QuantizedLinearKVCache(group_size, bits, self.start))
 
     def _filled(self, quantized: Any) -> Any:
+        self.flush()
         quantized.seek(self.offset, self.limit)
         if self.parts:
             quantized.parts = quantized._encode(*self.parts)

@@ -5,6 +5,8 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from .tree import along
+
 Parts = tuple[mx.array, ...]
 CONTEXTS = (0, 1024, 16384)  # lengths from which other kernels may be faster
 
@@ -49,10 +51,14 @@ class LayerCache:
     a lower offset does not restore them), `rereads` (accepted rows are read again if others of their verify were
     rejected) and `is_mlx_lm` (mlx-lm's own caches, for which no cycle is built ahead).
     fetched: what `update_and_fetch` returned in this pass of a foreign model; None outside of one.
+    fresh: rows of the last pass, a tree's, that are not in `parts` yet: the position of the first, int32 [n], then
+        arrays [n, rows, H, D], in the order of positions after `keep_path`; () without such rows.
+    of_tree: each row of a pass has a path of its own (`branches.py`).
     """
 
-    is_state = wraps = rereads = is_mlx_lm = False
+    is_state = wraps = rereads = is_mlx_lm = of_tree = False
     fetched: Any = None
+    fresh: Any = ()
     start: Any = 0
     shift: Any = 0
     axes: mx.array | None = None
@@ -112,6 +118,15 @@ class LayerCache:
     def seek(self, offset: Any, limit: int) -> None:
         """Set the position (a host integer, or int32 [1] on the device) and the host's upper bound of it."""
         self.offset, self.limit = offset, limit
+
+    def keep_path(self, path: mx.array) -> None:
+        """Keep, of the rows of a tree that was read last, those of a path in this order. path: int32 [n, D]."""
+        if self.fresh:
+            at, *rows = self.fresh
+            self.fresh = at, *(along(each, path) for each in rows)
+
+    def flush(self) -> None:
+        """Write the rows in `fresh` to their positions in `parts`."""
 
     def _shared(self, fetched: Any) -> Any:
         """Return what `update_and_fetch` returns; in a pass of a foreign model it is kept for `keys_and_values`."""

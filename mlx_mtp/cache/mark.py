@@ -25,7 +25,7 @@ class Mark:
         PromptCache.
     held:   (cache, parts, start) of the target's recurrent states; in a snapshot of all recurrent states and rings:
         a lower offset does not restore these. The first later write to such a ring copies it.
-    caches: (cache, offset, limit, parts) of all caches, whose next write is a copy. None in a snapshot and
+    caches: (cache, offset, limit, parts, fresh) of all caches, whose next write is a copy. None in a snapshot and
         after `release`: a restore leaves positions, and all keys and values that are not in `held`, as they are.
     """
 

@@ -13,13 +13,17 @@ from .step_cache import StepCache
 
 
 class PoolMark(NamedTuple):
-    """A recorded state of a pool: positions and arrays of each cache; `kept` and `missed` of the heads."""
+    """A recorded state of a pool: positions and arrays of each cache; `kept` and `missed` of the heads.
+
+    fresh: of the target's caches.
+    """
 
     ends: list[Any]
     arrays: list[tuple[mx.array, ...]]
     kept: list[mx.array]
     missed: list[tuple[mx.array, mx.array]]
     has_heads: bool
+    fresh: list[Any]
 
 
 class PoolForm(NamedTuple):
@@ -98,12 +102,14 @@ class Pool(StepCache):
     def mark(self) -> PoolMark:
         caches = self.caches
         arrays = [c.parts for c in caches]
-        return PoolMark([c.offset for c in caches], arrays, self.kept, [*self.missed], self.has_heads)
+        return PoolMark([c.offset for c in caches], arrays, self.kept, [*self.missed], self.has_heads, self.fresh)
 
     def restore(self, mark: PoolMark) -> None:
         self.has_heads, self.kept, self.missed = mark.has_heads, mark.kept, [*mark.missed]
         for c, offset, arrays in zip(self.caches, mark.ends, mark.arrays, strict=True):
-            c.offset, c.parts = offset, arrays
+            c.offset, c.parts, c.fresh = offset, arrays, ()
+        for c, fresh in zip(self.layers, mark.fresh, strict=False):
+            c.fresh = fresh
 
     def copy_out(self, mark: PoolMark, cache: PromptCache, slot: int, row: int, *, base: int, rows: int) -> None:
         """Copy a sequence's state at `mark` to its own cache, whose positions the caller then sets (`settle`).
@@ -114,6 +120,9 @@ class Pool(StepCache):
         arrays = iter(mark.arrays)
         for c, target in zip(self.layers, cache.layers, strict=True):
             target.parts = c.copied(next(arrays), row) if c.is_state else c.copied(next(arrays), slot, base + rows)
+        for target, fresh in zip(cache.layers, mark.fresh if rows else (), strict=False):
+            if fresh:
+                target.write_at(base, [each[row : row + 1, :rows] for each in fresh[1:]])
         if mark.has_heads:
             self._copy_out_heads(mark, cache, slot, row, base)
 

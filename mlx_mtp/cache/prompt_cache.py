@@ -195,7 +195,7 @@ class PromptCache(TokenRows, StepCache, ListOfOne):
 
     def mark(self) -> Mark:
         """Return a mark of the state during a generation, for `restore`."""
-        caches = [(c, c.offset, c.limit, c.parts) for c in self.caches]
+        caches = [(c, c.offset, c.limit, c.parts, c.fresh) for c in self.caches]
         return self._marked([c for c in self.layers if c.is_state], caches)
 
     def snapshot(self) -> Mark:
@@ -218,9 +218,10 @@ class PromptCache(TokenRows, StepCache, ListOfOne):
         self.heads, self.aside = mark.heads, mark.aside
         self.restore_states(mark)
         if mark.caches is not None:
-            for c, offset, limit, parts in mark.caches:
+            for c, offset, limit, parts, fresh in mark.caches:
+                c.fresh = ()
                 c.seek(offset, limit)
-                c.parts = parts
+                c.parts, c.fresh = parts, fresh
             self.layers, self.quantizing = [c for c, *_ in mark.caches[: len(self.layers)]], mark.quantizing
 
     def restore_states(self, mark: Mark) -> None:

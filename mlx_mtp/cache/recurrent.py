@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from .layer_cache import LayerCache, OncePerPass, Parts, shapes_of
+from .tree import along
 
 Replay = Callable[..., mx.array]
 
@@ -47,10 +48,11 @@ class RecurrentCache(LayerCache):
         """
         return self.parts[2] if self.parts else mx.zeros((1, taps - 1, rows.shape[2]), rows.dtype)
 
-    def state(self, replay: Replay) -> mx.array | None:
+    def state(self, replay: Replay, new: Parts = ()) -> mx.array | None:
         """Return the state at `offset`, None at the start; with a tape, that after its accepted rows.
 
-        replay(state, mask [1, T], *tape): returns the state after the tape rows that are true in the mask.
+        replay(state, mask [1, T], *tape): returns the state after the tape rows that are true in the mask. new: the
+        tape of the rows that are read next, for a cache in which each row has a path of its own.
         """
         accepted, tape = self.accepted, self.tape
         if accepted is None:
@@ -113,6 +115,12 @@ class RecurrentCache(LayerCache):
             self.parts = (self.offset, before, convolved, *tape)
             self.offset = self.once(operator.add, self.offset, rows)
         self.limit += rows
+
+    def keep_path(self, path: mx.array) -> None:
+        position, before, convolved, *tape = self.parts
+        first = convolved.shape[1] - tape[0].shape[1]
+        kept = mx.concatenate([convolved[:, :first], along(convolved[:, first:], path)], axis=1)
+        self.parts = position, before, kept, *(along(rows, path) for rows in tape)
 
     def seek(self, offset: Any, limit: int) -> None:
         """Set the position. With a host integer, a tape of states is reduced to the state at this position."""

@@ -46,11 +46,14 @@ class Ring:
     def index(self, offset: mx.array, rows: int) -> mx.array:
         """Return the slots [n, 1, rows, 1] of rows at a device-side offset: int32 [1], or [n, 1] for n sequences."""
         if self._last[0] is not offset or self._last[1] != rows:
-            positions = offset + mx.arange(rows)
-            index = self.keep + (positions - self.keep) % self.turn if self.keep else positions % self.slots
-            index = mx.minimum(positions, index) if self.keep else index
-            self._last = (offset, rows, index.reshape(-1, 1, rows, 1))
+            self._last = offset, rows, self.index_of(offset + mx.arange(rows), rows)
         return self._last[2]
+
+    def index_of(self, positions: mx.array, rows: int) -> mx.array:
+        """Return the slots [n, 1, rows, 1] of positions, int32 [n, rows] or [rows]."""
+        index = self.keep + (positions - self.keep) % self.turn if self.keep else positions % self.slots
+        index = mx.minimum(positions, index) if self.keep else index
+        return index.reshape(-1, 1, rows, 1)
 
     def mask(self, offset: mx.array, rows: int, visible: int, start: int) -> mx.array:
         """Return a boolean [rows, visible]: the slots, of the first `visible`, that each next row may attend to.
@@ -170,6 +173,7 @@ class SlidingKVCache(LinearKVCache):
             assert rows <= CALL_ROWS, "more rows than a ring can take back"
             return super().update_and_fetch(*arrays)
         # Prefill: attend to the past in order, then to the chunk; the ring may keep only the chunk's end.
+        assert not self.fresh, "a prefill begins at a host position"
         new = self._encode(*arrays)
         self._grow(rows, new)
         slots = mx.array([self.ring.slot(p) for p in (*self._kept(), *self._past())], mx.int32)

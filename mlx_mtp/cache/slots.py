@@ -103,6 +103,7 @@ class PooledKV(LayerCache):
         these rows plus its index in `newcomers`. newcomers: (slot, cache, number of the cache's positions) of each;
         from a cache without arrays nothing is copied.
         """
+        self.flush()
         self.span = span
         starts = [*self.starts, *(cache.start for _, cache, _ in newcomers)]
         self.starts = [starts[row] for row in order]
@@ -138,19 +139,35 @@ class PooledKV(LayerCache):
 
         The n sequences are those of the span, free slots included. Quantized arrays are returned as two tuples.
         """
-        rows, fill = arrays[0].shape[2], self.span.fill
+        rows = arrays[0].shape[2]
+        self.flush()
         new = self._encode(*arrays)
-        index = self.span.index(self.ring, self.offset, rows)
         if self.limit + rows > self.capacity:
             self.hold(self.limit + rows, new)
-        if fill is not None:
-            new = tuple([mx.take(part, fill, axis=0) for part in new])
-        pairs = zip(self.parts, new, strict=True)
-        self.parts = tuple([mx.put_along_axis(part, index, r, axis=2) for part, r in pairs])
+        self._write(new)
         view, end = self.span.view, self._visible(rows)
         self.offset = self.once(operator.add, self.offset, rows)
         self.limit += rows
         return self._shared(self._decode(tuple([part[view, :, :end] for part in self.parts])))
+
+    def _write(self, new: Parts) -> None:
+        index, fill = self.span.index(self.ring, self.offset, new[0].shape[2]), self.span.fill
+        if fill is not None:
+            new = tuple([mx.take(part, fill, axis=0) for part in new])
+        pairs = zip(self.parts, new, strict=True)
+        self.parts = tuple([mx.put_along_axis(part, index, r, axis=2) for part, r in pairs])
+
+    flush, write_at = LinearKVCache.flush, LinearKVCache.write_at
+
+    def before(self, rows: int) -> Parts:
+        """Return what `rows` rows at the next positions attend to, themselves not yet written: [n, H, S, D] each."""
+        self.flush()
+        self.hold(self.limit + rows)
+        return tuple([part[self.span.view, :, : self.seen(rows)] for part in self.parts])
+
+    def seen(self, rows: int) -> int:
+        """Return the number of places of the buffers that `rows` more rows attend to."""
+        return self._visible(rows)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         """Return the mask of each sequence's next N rows, boolean [n, 1, N, S] for the S that attention reads."""

@@ -1,5 +1,6 @@
 """Define the operations of a decoding step on the caches of one or several sequences."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
@@ -11,13 +12,15 @@ class CacheArrays(NamedTuple):
     """The arrays of a StepCache that a step reads and writes, without those of a drafter that is not in the step.
 
     ends: position of the target, and of the drafter or None: int32 [n], or an int while the host counts.
-    shift: added to row numbers to get RoPE positions, int32 [n]; None if it is 0 for all.
+    shift: added to row numbers to get RoPE positions, int32 [n]; None if it is 0 for all. fresh: `LayerCache.fresh`
+    of each of the target's caches after a tree; [] after other rows.
     """
 
     ends: tuple[Any, Any]
     parts: list[Any]
     kept: list[mx.array]
     shift: mx.array | None = None
+    fresh: Sequence[Any] = ()
 
 
 class CacheForm(Protocol):
@@ -58,7 +61,14 @@ class StepCache(Protocol):
         ends = self.layers[0].offset, self.heads[0].offset if self.live and self.heads else None
         shift = self.layers[0].shift
         shift = shift if isinstance(shift, mx.array) else mx.array([shift]) if shift else None
-        return CacheArrays(ends, [c.parts for c in self.stepped], self.kept if self.live else [], shift)
+        parts, kept = [c.parts for c in self.stepped], self.kept if self.live else []
+        return CacheArrays(ends, parts, kept, shift, self.fresh)
+
+    @property
+    def fresh(self) -> list[Any]:
+        """`LayerCache.fresh` of each of the target's caches; [] if all are empty."""
+        found = [c.fresh for c in self.layers]
+        return found if any(found) else []
 
     def load(self, arrays: CacheArrays, limit: int, heads_limit: int) -> None:
         """Set the positions, shift and arrays that `unload` or a step returned, and the positions' upper bounds."""
@@ -66,8 +76,11 @@ class StepCache(Protocol):
         for c in self.stepped:
             c.shift = shift
         for c in self.layers:
+            c.fresh = ()
             c.seek(arrays.ends[0], limit)
             c.parts = next(parts)
+        for c, fresh in zip(self.layers, arrays.fresh, strict=False):
+            c.fresh = fresh
         for c in self.heads if self.live else ():
             c.seek(arrays.ends[1], heads_limit)
             c.parts = next(parts)
@@ -76,6 +89,11 @@ class StepCache(Protocol):
     def rollback(self, n: mx.array) -> None:
         """Lower the position of each sequence in the target's caches by n, int32 [n] on the device."""
         seek(self.layers, self.layers[0].offset - n, self.layers[0].limit)
+
+    def keep_path(self, path: mx.array) -> None:
+        """Keep a path's rows of the tree that the target read last, in this order. path: int32 [n, D]."""
+        for c in self.layers:
+            c.keep_path(path)
 
     def heads_follow(self) -> None:
         """Set the position of the drafter's caches to the target's; the next call overwrites their later rows."""

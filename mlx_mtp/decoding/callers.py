@@ -44,7 +44,7 @@ def with_logprobs(
 ) -> tuple[mx.array, Logprobs]:
     """Return tokens [n, R], of a sequence's own sampler if it has one, and logprobs: per sequence [R, V] or None.
 
-    position: of each sequence's first token, int32 [n].
+    position: of each sequence's first token, int32 [n], or of each of its tokens, int32 [n, R].
     """
     each: list[mx.array] = [*mx.split(tokens, len(members))]
     found = list[mx.array | None]([None] * len(members))
@@ -63,7 +63,7 @@ def with_logprobs(
 def _sampled_rows(sampler: Any, logprobs: mx.array, key: mx.array, position: mx.array) -> mx.array:
     tokens = []
     for i, row in enumerate(mx.split(logprobs, len(logprobs))):
-        with random_state(key_at(key, position + i)):
+        with random_state(key_at(key, position[:, i] if position.ndim > 1 else position + i)):
             tokens.append(sampler(row).reshape(1))
     return mx.concatenate(tokens).astype(mx.int32)
 

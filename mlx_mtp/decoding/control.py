@@ -83,7 +83,7 @@ def _estimate(known: Costs) -> Costs:
 
 def outcome(flight: Flight, seconds: float | None) -> Cycle:
     """Return the outcome of a cycle that was read, whose counts are means over its sequences, with its `seconds`."""
-    kept, verified = flight.kept, flight.run.size - 1
+    kept, verified = flight.kept, flight.run.verified
     mean = sum(counts.accepted for counts in kept) / len(kept)
     shares = by_depth(kept, verified) if len(flight.rows) > 1 or flight.masks else {}
     how: Any = {"matched": flight.matched, "context": flight.context, **shares}

@@ -229,11 +229,11 @@ class Driver:
         self.clock.hidden = self.clock.hidden or any(s.stats.crowded for s in active)
         flight.seconds = self.clock.arrived(waited, flight.built, ahead.built if ahead else None, late=flight.late)
         flight.context = max(s.base for s in flight.rows if s)
-        found, verified = [], flight.run.size - 1
+        found, verified = [], flight.run.verified
         for row, sequence in enumerate(flight.rows):
             if sequence is None or sequence.finished:
                 continue
-            tokens, accepted = values[row]
+            tokens, accepted, _ = values[row]
             flight.kept.append(counts := flight.counts(row, accepted, verified))
             count, stats = sequence.append(tokens), sequence.stats
             stats.count_cycle(counts.most, accepted, flight.plan.source, counts.forced, flight.drafter)

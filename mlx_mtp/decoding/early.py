@@ -9,6 +9,7 @@ from time import perf_counter
 import mlx.core as mx
 import numpy as np
 
+from .accept import Passed
 from .cycle_masks import CycleMasks
 from .drafters.drafter import Frame
 from .flight import Flight
@@ -17,7 +18,7 @@ from .replay import Compiled
 from .run import NO_DRAFTS, Run
 from .seating import Seating
 from .stats import Stats
-from .step import Passed, choose, read_rows, roll_back, verify
+from .step import choose, read_rows, roll_back, verify
 
 
 def verify_confident(seating: Seating, last: Flight | None, new: Flight) -> None:

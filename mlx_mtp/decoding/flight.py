@@ -6,11 +6,11 @@ from typing import Any
 import mlx.core as mx
 
 from ..tuning.plan import Accepted, Plan
+from .accept import Passed
 from .cycle_masks import CycleMasks
 from .drafters.drafter import Drafter, Frame
 from .run import NO_DRAFTS, Drafts, Run
 from .sequence import Sequence
-from .step import Passed
 
 SequenceRows = list[Sequence | None]  # the sequence of each row of a pass; None for a free slot
 
@@ -72,7 +72,7 @@ class Flight:
         if (sequence := self.rows[row]) is None:
             return -1
         most = self.forced[row] if self.forced else self.drafter.limit(sequence) if self.drafter else 0
-        return min(most, verified)
+        return min(verified if self.plan.tree and most else most, verified)
 
     def counts(self, row: int, accepted: int, verified: int) -> Accepted:
         """Return the counts of a row's drafts, of which `verified` were verified and `accepted` were accepted."""

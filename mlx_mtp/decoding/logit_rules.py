@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from ..cache.tree import RowTree, along
 from ..kernels import Changes, Paths, Words, change_logits, change_logits_ref
 from .masks import Masks
 
@@ -93,31 +94,55 @@ def changed(
     histories: Sequence[np.ndarray | None],
     drafts: mx.array | None,
     masks: Masks = None,
+    tree: RowTree | None = None,
     *,
     fused: bool = True,
 ) -> mx.array:
     """Return logits [n, R, V] of R rows of n sequences, changed by each one's rules and mask; a kernel if `fused`.
 
     histories: per sequence its tokens that the host has read; row r follows them and the first r of its `drafts`
-    [n, R - 1]. Without rules and masks nothing changes.
+    [n, R - 1], in a tree the drafts on its path. Without rules and masks nothing changes.
     """
     if masks is None and not any(rules):
         return logits
+    if tree is not None:
+        return _by_path(logits, rules, histories, drafts, masks, tree)
     own = tuple(each or NONE for each in rules)
+    paths = _paths(own, histories, drafts)
+    return (change_logits if fused else change_logits_ref)(logits, changes_of(own, logits.shape[-1]), paths, masks)
+
+
+def _by_path(
+    logits: mx.array,
+    rules: Sequence[LogitRules | None],
+    histories: Sequence[np.ndarray | None],
+    drafts: Any,
+    masks: Masks,
+    tree: RowTree,
+) -> mx.array:
+    """Return what `changed` does, for a tree: each row is the last one of a sequence with its path's drafts."""
+    own = tuple(each or NONE for each in rules for _ in range(tree.rows))
+    every = [tokens for tokens in histories for _ in range(tree.rows)]
+    path = along(drafts, mx.maximum(tree.ancestors[..., 1:] - 1, 0)).flatten(0, 1)
+    paths = _paths(own, every, path)._replace(first=tree.depth.flatten())
+    mask, rows = None if masks is None else masks.flatten(0, 1)[:, None], logits.flatten(0, 1)[:, None]
+    return change_logits_ref(rows, changes_of(own, logits.shape[-1]), paths, mask).reshape(logits.shape)
+
+
+def _paths(own: Sequence[LogitRules], histories: Sequence[np.ndarray | None], drafts: Any) -> Paths:
     past = [np.zeros(0, np.int32) if tokens is None else tokens for tokens in histories]
     contexts = [
         tokens[len(tokens) - min(len(tokens), each.context) :] for each, tokens in zip(own, past, strict=True)
     ]
     tails = [np.frombuffer(each.tail(tokens), np.uint8) for each, tokens in zip(own, past, strict=True)]
     early = [max(0, each.until - len(tokens)) for each, tokens in zip(own, past, strict=True)]
-    paths = Paths(
+    return Paths(
         mx.array(_aligned(contexts, -1, np.int32, 1)),
         None if drafts is None or drafts.size == 0 else drafts,
         mx.array(early, mx.int32),
         mx.array(_aligned(tails, 0, np.uint8, max(each.bad_words.longest if each.bad_words else 1 for each in own))),
         mx.array([*map(len, tails)], mx.int32),
     )
-    return (change_logits if fused else change_logits_ref)(logits, changes_of(own, logits.shape[-1]), paths, masks)
 
 
 def _aligned(rows: Sequence[np.ndarray], fill: int, dtype: Any, least: int) -> np.ndarray:

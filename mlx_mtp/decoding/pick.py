@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..cache.tree import RowTree
 from ..kernels import choose_rows
 from ..layers.target import Target
 from .callers import Logprobs, processed, with_logprobs
@@ -21,23 +22,33 @@ FREE = Picker()  # of a free slot
 
 
 def pick(
-    model: Target, hidden: mx.array, position: Any, drafts: mx.array | None, members: Members, masks: Masks = None
+    model: Target,
+    hidden: mx.array,
+    position: Any,
+    drafts: mx.array | None,
+    members: Members,
+    masks: Masks = None,
+    tree: RowTree | None = None,
 ) -> tuple[mx.array, Logprobs]:
     """Return the tokens [n, R] chosen after hidden rows [n, R, H], and logprobs: per sequence [R, V] or None.
 
     position: of each sequence's first token, int32 [n], or an int if n = 1. drafts: [n, R-1], None if R = 1. An error
-    of a sequence's own sampler or processor goes to its `fail`.
+    of a sequence's own sampler or processor goes to its `fail`. tree: of the rows, None for a chain; callers'
+    processors exclude trees.
     """
     fused = model.runtime.choosing
     pickers = [FREE if member is None else member.picker for member in members]
-    if (tokens := by_head(model, hidden, position, pickers, masks)) is not None:
+    if (tokens := by_head(model, hidden, position, pickers, masks, chain=tree is None)) is not None:
         return tokens, None
     rules, histories = [p.rules for p in pickers], [None if m is None else m.history.tokens for m in members]
     first = without(masks, [bool(p.callers) for p in pickers])
-    logits = changed(model.logits(hidden), rules, histories, drafts, first, fused=fused)
+    logits = changed(model.logits(hidden), rules, histories, drafts, first, tree, fused=fused)
     if any(p.callers for p in pickers):
+        assert tree is None, "a caller's processor reads the tokens of one path"
         logits = processed(logits, members, drafts, masks)
     at = mx.array(position).reshape(-1)
+    if tree is not None:
+        at = at[:, None] + tree.depth
     if all(p.options.greedy for p in pickers):
         tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
     else:
@@ -47,10 +58,15 @@ def pick(
     return with_logprobs(tokens, logits, members, at)
 
 
-def by_head(model: Target, hidden: mx.array, position: Any, pickers: Sequence[Picker], masks: Masks) -> Any:
-    """Return the tokens [n, R] that a kernel of the LM head chooses without writing logits; None if it cannot."""
+def by_head(
+    model: Target, hidden: mx.array, position: Any, pickers: Sequence[Picker], masks: Masks, *, chain: bool
+) -> Any:
+    """Return the tokens [n, R] that a kernel of the LM head chooses without writing logits; None if it cannot.
+
+    chain: the rows' positions are consecutive, which a draw requires.
+    """
     greedy = all(p.options.greedy for p in pickers)
-    able = all(p.by_head for p in pickers) and (greedy or len(pickers) == 1)
+    able = all(p.by_head for p in pickers) and (greedy or (chain and len(pickers) == 1))
     if not able or (rows := model.choice(hidden)) is None:
         return None
     mask, own = None if masks is None else masks.flatten(0, 1), pickers[0]

@@ -19,11 +19,13 @@ from mlx.utils import tree_flatten
 
 from ..cache.prompt_cache import PromptForm
 from ..cache.step_cache import CacheArrays, CacheForm
+from ..cache.tree import RowTree
 from ..kernels import source_bytes
 from ..layers.blocks import lazily
 from ..layers.target import Target
 from ..tuning.plan import Plan
 from ..tuning.replay_choice import CompileChoice
+from .accept import Passed
 from .drafters import drafter_of
 from .drafters.drafter import Frame
 from .masks import Masks
@@ -32,7 +34,7 @@ from .recordable import recordable
 from .run import Drafts, Run
 from .sampling import Picker, Sampling, keys_of
 from .stats import Stats
-from .step import Passed, choose, forward, step
+from .step import choose, forward, step
 
 OFTEN = 2  # occurrences of a kind of step before it is recorded
 KEPT = 32  # maximum recorded kinds per thread, of one sequence and of pools each
@@ -86,9 +88,10 @@ class StepKey(NamedTuple):
         pick: how all sequences of the frame choose tokens.
         """
         end = frame.base + rows + frame.plan.k + 1
-        shapes = tuple(part.shape for c in frame.cache.stepped for part in c.parts)
+        cache = frame.cache
+        shapes = tuple(part.shape for c in cache.stepped for part in (*c.parts, *c.fresh))
         plan = frame.plan if frame.asked else Plan("", frame.plan.k)  # the drafts are an input
-        form, masked, adapter = frame.cache.form(), _masked(frame), _adapter(frame)
+        form, masked, adapter = cache.form(), _masked(frame), _adapter(frame)
         return cls(plan, frame.drafter is not None, rows, end, form, shapes, pick, masked, adapter)
 
 
@@ -129,7 +132,9 @@ def recorded_choice(
     """Choose tokens, as the key `kind` describes; `mx.compile` records this function."""
     model = model_ref()
     assert model is not None
-    return choose(model, _members(kind.pick, keys), Passed(*passed), limits, masks)
+    passed = Passed(*passed)
+    tree = None if passed.tree is None else RowTree(*passed.tree)
+    return choose(model, _members(kind.pick, keys), passed._replace(tree=tree), limits, masks)
 
 
 def _members(pick: Pick, keys: mx.array) -> list[Single]:

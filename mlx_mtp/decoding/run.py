@@ -1,8 +1,12 @@
 """Hold the arrays that one step passes to the next: verified rows of n sequences, and drafts."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
+
+from ..tuning.plan import Node
 
 # A value, not an operation: the stream of an operation would be that of the importing thread.
 NONE_ACCEPTED = mx.array([0], mx.int32)
@@ -16,8 +20,11 @@ class Run(NamedTuple):
     accepted: int32 [n], number of accepted drafts: rows 0..accepted are kept, tokens[accepted] is the newest token.
               -1 for a free slot. None in the input of a step if R is 1.
     drafts:   [n, R-1] int32, the verified drafts; None if there were none.
-    packed:   what the host reads: `tokens`, and unless `drafts` is None one more column, `accepted`.
+    packed:   what the host reads: `tokens`, and unless `drafts` is None one more column, `accepted`; then `nodes`.
     logprobs: [R, V] of each sequence that requested them, for the host.
+    path:     after a tree, int32 [n, R]: the numbers that these rows, the accepted path, had among its rows.
+    nodes:    after a tree, int32 [n, 3 * (T-1)]: of each draft whether the path to it was right, its depth from 1 on,
+              and the bits of the path's float32 probability by the drafter.
     """
 
     hidden: Any
@@ -26,6 +33,8 @@ class Run(NamedTuple):
     drafts: mx.array | None = None
     packed: Any = None
     logprobs: tuple[mx.array | None, ...] | None = None
+    path: mx.array | None = None
+    nodes: mx.array | None = None
 
     @classmethod
     def of(cls, hidden: mx.array, tokens: mx.array, accepted: mx.array, drafts: Any, logprobs: Any) -> "Run":
@@ -41,6 +50,11 @@ class Run(NamedTuple):
     def size(self) -> int:
         """Number of verified rows of each sequence, R."""
         return self.tokens.shape[1]
+
+    @property
+    def verified(self) -> int:
+        """Number of verified drafts of each sequence; of a tree also those that are not on the path."""
+        return self.size - 1 if self.nodes is None else self.nodes.shape[1] // 3
 
     @property
     def given(self) -> "Run":
@@ -66,12 +80,30 @@ class Run(NamedTuple):
         mx.async_eval(logprobs := found[row])  # evaluated here: the caller's thread does not hold the turn
         return logprobs
 
-    def read(self) -> list[tuple[list[int], int]]:
-        """Wait for the run; return (accepted drafts and the next token, number of accepted drafts) per sequence."""
+    def read(self) -> list["RowsRead"]:
+        """Wait for the run; return what each sequence got."""
         values: Any = self.packed.tolist()
         if self.drafts is None:
-            return [(row, 0) for row in values]
-        return [(row[: row[-1] + 1], row[-1]) for row in values]
+            return [RowsRead(row, 0) for row in values]
+        if self.nodes is not None:
+            return [
+                RowsRead(row[: row[self.size] + 1], row[self.size], _nodes(row[self.size + 1 :])) for row in values
+            ]
+        return [RowsRead(row[: row[-1] + 1], row[-1]) for row in values]
+
+
+class RowsRead(NamedTuple):
+    """A sequence's part of a run that the host has read: accepted drafts and the next token; the tree's drafts."""
+
+    tokens: list[int]
+    accepted: int
+    nodes: Sequence[Node] = ()
+
+
+def _nodes(packed: list[int]) -> list[Node]:
+    """Return the drafts of one sequence's tree in the order of rows. packed: its row of `Run.nodes`."""
+    kept, depths, bits = np.array(packed, np.int32).reshape(3, -1)
+    return [*map(Node, depths.tolist(), bits.view(np.float32).tolist(), kept.astype(bool).tolist())]
 
 
 class Drafts(NamedTuple):
@@ -80,11 +112,16 @@ class Drafts(NamedTuple):
     tokens:     [n, k] int32; None for no drafts.
     confidence: [n, k] float32, the drafter's probability of each token at temperature 1; None if not requested.
     each:       the same tokens per depth, [n, 1] each; () if they are not made one after the other.
+    parents:    of a tree, int32 [n, k]: the row that each draft continues, 0 for the newest token and i for draft
+                i - 1, an earlier one; None for a chain. `confidence` is then that of the whole path to each draft.
+    levels:     maximum drafts on a path of a tree.
     """
 
     tokens: mx.array | None = None
     confidence: mx.array | None = None
     each: tuple[mx.array, ...] = ()
+    parents: mx.array | None = None
+    levels: int = 0
 
     @property
     def k(self) -> int:

@@ -5,30 +5,18 @@ verified but not accepted. A built step calls `step`; `mx.compile` records the s
 `verify` are called separately where the host reads the drafts' confidence in between, and by the profiler.
 """
 
-from typing import Any, NamedTuple
-
 import mlx.core as mx
 
+from ..cache.branches import hidden_of_tree
 from ..cache.step_cache import CacheArrays
+from ..cache.tree import RowTree
 from ..layers.target import Target
+from .accept import Passed, accept, accept_path
 from .drafters.drafter import Frame
 from .masks import Masks
 from .members import Members
 from .pick import pick
 from .run import NO_DRAFTS, NONE_ACCEPTED, Drafts, Run
-
-
-class Passed(NamedTuple):
-    """Rows that the target has read, R of each of n sequences, before their tokens are chosen.
-
-    hidden: [n, R, H]. position: that of the token after each sequence's first row, int32 [n], or an int if n = 1.
-    drafts: [n, R-1] int32, of the rows after the first; None if there were none. each: as `Drafts.each`.
-    """
-
-    hidden: mx.array
-    position: Any
-    drafts: mx.array | None
-    each: tuple[mx.array, ...] = ()
 
 
 def step(
@@ -74,15 +62,21 @@ def read_rows(frame: Frame, run: Run, drafts: Drafts) -> Passed:
     position, rows = cache.layers[0].offset + 1, run.newest()
     if drafts.tokens is not None:
         rows = mx.concatenate([rows, drafts.tokens], axis=1)
-    return Passed(model.hidden(rows, cache.layers), position, drafts.tokens, drafts.each)
+    if drafts.parents is None:
+        return Passed(model.hidden(rows, cache.layers), position, drafts.tokens, drafts.each)
+    tree = RowTree.of(drafts.parents, drafts.levels)
+    hidden = hidden_of_tree(model, cache.layers, rows, tree)
+    return Passed(hidden, position, drafts.tokens, (), tree, drafts.confidence)
 
 
 def choose(
     model: Target, members: Members, passed: Passed, limits: mx.array | None = None, masks: Masks = None
 ) -> Run:
     """Return the run of the target's own tokens after rows it has read, with accepted drafts, at most `limits`."""
-    hidden, position, drafted = passed[:3]
-    tokens, logprobs = pick(model, hidden, position, drafted, members, masks)
+    hidden, position, drafted, _, tree, _ = passed
+    tokens, logprobs = pick(model, hidden, position, drafted, members, masks, tree)
+    if tree is not None:
+        return accept_path(passed, tokens, logprobs, limits)
     accepted = NONE_ACCEPTED if len(members) == 1 else mx.zeros(len(members), mx.int32)
     if drafted is not None:
         accepted = accept(drafted, tokens)
@@ -93,17 +87,7 @@ def choose(
 
 def roll_back(frame: Frame, run: Run, limits: mx.array | None = None) -> None:
     """Lower the positions of the target's caches to the accepted rows of a run that was read last."""
+    if run.path is not None:
+        frame.cache.keep_path(run.path)
     if run.drafts is not None or limits is not None:
         frame.cache.rollback(run.size - 1 - run.accepted)
-
-
-def accept(drafts: mx.array, tokens: mx.array) -> mx.array:
-    """Return the length of the longest prefix of drafts [..., k] that equals tokens [..., k+1], int32 [...].
-
-    `tokens[..., i]` is drawn from the target with the user's sampler, after the drafts before it. The output is the
-    drafts that equal their draws and the first draw that differs (or the bonus token): exactly the target's draws,
-    for any sampler. A greedy draft is accepted with probability p(draft), as in rejection sampling (Leviathan et al.,
-    arXiv 2211.17192, with q a point mass).
-    """
-    matches = tokens[..., : drafts.shape[-1]] == drafts
-    return mx.cumprod(matches.astype(mx.int32), axis=-1).sum(axis=-1)

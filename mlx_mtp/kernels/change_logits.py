@@ -45,7 +45,8 @@ class Paths(NamedTuple):
 
     context: int32 [n, C], the newest last, padded in front with -1. drafts: int32 [n, R - 1], None if R = 1.
     early: int32 [n], the number of first rows that are early. tails: uint8 [n, L], the newest bytes of the answer
-    before the drafts, of which the last tail_sizes [n] int32 are valid.
+    before the drafts, of which the last tail_sizes [n] int32 are valid. first: int32 [n], the number of drafts before
+    row 0, of paths of their own, as the rows of a tree have; None: 0. Only MLX's ops read it.
     """
 
     context: mx.array
@@ -53,6 +54,11 @@ class Paths(NamedTuple):
     early: mx.array
     tails: mx.array
     tail_sizes: mx.array
+    first: Maybe = None
+
+    def counts(self, i: int, rows: int) -> mx.array:
+        """Return the number of drafts before each of the rows of sequence i, int32 [rows]."""
+        return mx.arange(rows) if self.first is None else self.first[i] + mx.arange(rows)
 
 
 def bits(words: mx.array, size: int) -> mx.array:
@@ -76,7 +82,8 @@ def _changed(x: mx.array, changes: Changes, paths: Paths, i: int) -> mx.array:
     if changes.bias is not None:
         x = x + changes.bias[i].astype(x.dtype)
     tokens = paths.context[i] if drafts is None else mx.concatenate([paths.context[i], drafts[i]])
-    back = paths.context.shape[1] + mx.arange(rows)[:, None] - mx.arange(tokens.size)  # 1: the newest token of a row
+    counts = paths.counts(i, rows)
+    back = paths.context.shape[1] + counts[:, None] - mx.arange(tokens.size)  # 1: the newest token of a row
     x = mx.pad(x, [(0, 0), (0, 1)])  # a column for what is not in a context
     within = [mx.where((back > 0) & (back <= size) & (tokens >= 0), tokens, vocab) for size in changes.sizes[i]]
     repetition, presence, frequency = changes.penalties[i].astype(x.dtype)
@@ -88,7 +95,7 @@ def _changed(x: mx.array, changes: Changes, paths: Paths, i: int) -> mx.array:
     least = mx.finfo(x.dtype).min
     if changes.bans is not None:
         always, early = bits(changes.bans[i], vocab)
-        x = mx.where(always | (early & (mx.arange(rows)[:, None] < paths.early[i])), least, x)
+        x = mx.where(always | (early & (counts[:, None] < paths.early[i])), least, x)
     return x if changes.words is None else mx.where(_completing(changes.words, paths, i, rows), least, x)
 
 
@@ -100,7 +107,7 @@ def _completing(words: Words, paths: Paths, i: int, rows: int) -> mx.array:
     own = mx.zeros(1, mx.int32) if paths.drafts is None else mx.pad(paths.drafts[i], (0, 1))  # the last has no effect
     starts = words.starts[own]
     before = mx.cumsum(words.starts[own + 1] - starts, inclusive=False)  # bytes of the drafts before each row
-    at = before[:, None] - far
+    at = before[paths.counts(i, rows)][:, None] - far
     draft = (before[:, None, None] <= at).sum(axis=0) - 1
     found = words.texts[mx.maximum(starts[mx.maximum(draft, 0)] + at - before[mx.maximum(draft, 0)], 0)]
     found = mx.where(at < 0, paths.tails[i][mx.clip(length + at, 0, length - 1)], found)
@@ -121,7 +128,7 @@ def change_logits(logits: mx.array, changes: Changes, paths: Paths, mask: Maybe 
     which leaves a row of nothing else with probabilities. mask: int32 [n, R, words], bits of allowed tokens, at least
     one word per 32 tokens; the others get -infinity, after all else.
     """
-    if not (on_metal() and floats(logits)):
+    if not (on_metal() and floats(logits)) or paths.first is not None:
         return change_logits_ref(logits, changes, paths, mask)
     n, rows, vocab = logits.shape
     unread, words = constants(mx.int32, 0).reshape(1, 1, 1), changes.words

@@ -59,12 +59,12 @@ def filtered(logprobs: mx.array, options: RowOptions, coins: mx.array) -> mx.arr
 def draw_rows_ref(logits: mx.array, options: RowOptions, key: mx.array, position: mx.array) -> mx.array:
     """Return the tokens [R] int32 that a sequence's options choose in its rows of logits [R, V].
 
-    Row r is drawn with the key of position + r; key uint32 [2], position uint32 [].
+    Row r is drawn with the key of position + r, or of position r of several; key uint32 [2], position uint32 [], [R].
     """
     if options.greedy:
         return mx.argmax(logits, axis=-1).astype(mx.int32)
     rows, vocab_size = logits.shape
-    at = position + mx.arange(rows, dtype=mx.uint32)
+    at = position if position.ndim else position + mx.arange(rows, dtype=mx.uint32)
     keys = mx.vmap(mx.random.split)(key + mx.stack([mx.zeros_like(at), at], axis=-1))
     logprobs = filtered(logits - mx.logsumexp(logits, axis=-1, keepdims=True), options, keys[:, 0])
     noise = mx.vmap(lambda key: mx.random.gumbel((vocab_size,), key=key))(keys[:, 1])
@@ -94,7 +94,8 @@ def choose_rows(
 ) -> mx.array:
     """Return a token [n, R] int32 for each row of logits [n, R, V], by the options of its sequence, in one launch.
 
-    key: uint32 [n, 2]; position: int32 or uint32 [n], of each sequence's first row. Row r draws with the key
+    key: uint32 [n, 2]; position: int32 or uint32 [n], of each sequence's first row, or [n, R], of each row, which
+    MLX's ops read. Row r draws with the key
     + [0, position + r]: the first half of its split decides whether XTC applies, the second is the noise's.
     Filters are mlx-lm's, in its order: top_p, min_p, XTC, top_k; the probabilities are of float32 logits at
     temperature 1, and of equal logits top_k and min_tokens_to_keep keep the lowest tokens. Greedy rows have none.
@@ -102,7 +103,8 @@ def choose_rows(
     nothing is greater than -infinity, the token is 0. Without Metal, unless `fused`, and for fewer than 8 logits
     `choose_rows_ref` runs.
     """
-    if not (fused and on_metal() and logits.dtype in DTYPES and logits.size >= LEAST_VALUES):
+    chain = position.ndim == 1
+    if not (fused and chain and on_metal() and logits.dtype in DTYPES and logits.size >= LEAST_VALUES):
         return choose_rows_ref(logits, samplings, key, position)
     n, rows, vocab_size = logits.shape
     threads = min(THREADS, 32 * -(-vocab_size // 32))

@@ -48,7 +48,8 @@ class GatedDelta:
         if cache is None:
             return super().__call__(x, mask, cache)  # type: ignore[misc]
         B, S, _ = x.shape
-        y = self.fused(*self.grouped(x), cache) if S in self.verify_rows else self.plain(*self.inputs(x), cache)
+        fuses = S in self.verify_rows and not cache.of_tree
+        y = self.fused(*self.grouped(x), cache) if fuses else self.plain(*self.inputs(x), cache)
         return self["out_proj"](y.reshape(B, S, -1))
 
     def plain(self: Any, qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, cache: Any) -> mx.array:
@@ -61,9 +62,9 @@ class GatedDelta:
         q, k = self._normed(qk.reshape(*qk.shape[:2], 2 * self.num_k_heads, self.head_k_dim))
         v = v.reshape(*v.shape[:2], self.num_v_heads, self.head_v_dim)
         g, beta = self._gates(a, b)
-        before = cache.state(self._replay)
-        y, after, each = self._update(q, k, v, g, beta, before)
         tape = k, v, a, b, g, beta
+        before = cache.state(self._replay, tape)
+        y, after, each = self._update(q, k, v, g, beta, before)
         if each is not None and not cache.final:
             tape = (each.reshape(*each.shape[:2], *after.shape[1:]),)
         cache.advance(mx.zeros_like(after) if before is None else before, after, rows, tape)

@@ -50,7 +50,7 @@ class Mamba2:
         mixed: x, B and C after the convolution, concatenated [n, S, C]; rows: before it, as from `cache.convolved`.
         """
         (x, B, C), S = self._parts(mixed), mixed.shape[1]
-        state = cache.state(self._replay)
+        state = cache.state(self._replay, (x, B, dt))
         before = self._empty() if state is None else state
         y, after = self._stepped(before, x, B, C, dt) if S <= STEPPED_ROWS else self._update(state, x, B, C, dt)
         cache.advance(before, after, rows, (x, B, dt))

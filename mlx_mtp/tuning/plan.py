@@ -28,13 +28,14 @@ class Plan:
     source: a name of the drafter (`Drafter.source` and `others`). k: maximum number of drafts, 0 for a plain step.
     p_min: whether the drafter's confidence is read, and only the leading confident drafts are verified. stepwise:
     with a grammar, the host reads each draft before the next one is made, and all are masked; otherwise only those
-    that the grammar forces, and the first one after them.
+    that the grammar forces, and the first one after them. tree: the k drafts are a tree's, else a chain.
     """
 
     source: str = "heads"
     k: int = 0
     p_min: bool = False
     stepwise: bool = False
+    tree: bool = False
 
     @property
     def kind(self) -> str:
@@ -91,6 +92,15 @@ class Cycle:
     depths: tuple[tuple[float, float], ...] = ()
     forced: tuple[tuple[float, float], ...] = ()
     context: int = 0
+
+
+class Node(NamedTuple):
+    """A verified draft of a tree: its depth from 1 on, the drafter's probability of the path to it, and whether the
+    whole path was right."""
+
+    depth: int
+    probability: float
+    kept: bool
 
 
 class Accepted(NamedTuple):

@@ -5,7 +5,7 @@ import itertools
 import mlx.core as mx
 import pytest
 
-from mlx_mtp.decoding.step import accept
+from mlx_mtp.decoding.accept import accept
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
