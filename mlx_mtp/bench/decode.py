@@ -207,7 +207,7 @@ def entry_of(prompt: BenchPrompt, reader: PrefilledLoop, runs: Sequence[TimedRun
     stats = [run.stats for run in runs if run.stats]
     of_drafter = "drafted", "accepted", "drafted_by", "accepted_by"
     counted = "cycles", *of_drafter, "lookup_drafted", "lookup_accepted", "paused"
-    counted += "grammar_drafted", "grammar_accepted"
+    counted += "grammar_drafted", "grammar_accepted", "tree_drafted", "tree_accepted"
     return {
         **{"context": prompt.context, "kv_bits": reader.settings.kv_bits, "mtp_kv_bits": reader.settings.mtp_kv_bits},
         **{"category": prompt.category, "contender": reader.loop.name, "prompt_tokens": len(prompt.tokens)},

@@ -39,10 +39,10 @@ class SpeedRow:
             for kind in ("drafted", "accepted")
         )
         others, others_kept, cycles, tokens = (
-            sum(sum(e.get(kind, ())) for e in entries for kind in kinds)  # old results have none of a grammar
+            sum(sum(e.get(kind, ())) for e in entries for kind in kinds)  # old results have none of some
             for kinds in (
-                ("lookup_drafted", "grammar_drafted"),
-                ("lookup_accepted", "grammar_accepted"),
+                ("lookup_drafted", "grammar_drafted", "tree_drafted"),
+                ("lookup_accepted", "grammar_accepted", "tree_accepted"),
                 ("cycles",),
                 ("tokens",),
             )

@@ -1,14 +1,14 @@
 """Format the figures of a chat: an answer's footer, the totals of /stats, the state of drafting."""
 
 from ..decoding.stats import Stats
-from ..decoding.summary import paused, percentages
+from ..decoding.summary import kept_of_trees, paused, percentages
 from ..generate import GenerationResponse
 from ..session import ChatSession, Turn
 
 LEGEND = (
     "Below an answer: its tokens and their speed; the speed of reading the prompt, and the number of its tokens that "
-    "were still in the caches; tokens per pass of the model, and the accepted share of first/second/... drafts; "
-    "tokens of the conversation and their maximum; peak memory."
+    "were still in the caches; tokens per pass of the model, the accepted share of first/second/... drafts, and the "
+    "accepted and all drafts of trees; tokens of the conversation and their maximum; peak memory."
 )
 
 
@@ -22,8 +22,9 @@ def footer(turn: Turn, last: GenerationResponse, context: str = "") -> str:
     parts = [f"{last.generation_tokens} tok{speed}", f"prompt {_short(turn.prompt_tps)}/s, {reused}"]
     if stats.cycles and stats.num_draft_tokens:
         accepted = "/".join("-" if share is None else f"{100 * share:.0f}" for share in stats.by_depth)
-        accepted = f" {accepted}%" if stats.acceptance else ", nothing drafted"
-        parts.append(f"{stats.tokens_per_cycle:.2f}/cycle{accepted}")
+        accepted = f" {accepted}%" if stats.acceptance else "" if stats.trees else ", nothing drafted"
+        trees = f", trees {stats.tree_accepted}/{stats.tree_drafted}" if stats.trees else ""
+        parts.append(f"{stats.tokens_per_cycle:.2f}/cycle{accepted}{trees}")
     line = " · ".join([*parts, *filter(None, [context]), f"{_short(stats.peak_memory / 1e9)} GB"])
     return "\n".join(filter(None, [line, paused(stats.paused)]))
 
@@ -56,7 +57,11 @@ def totals(session: ChatSession, turns: list[Turn]) -> list[str]:
     drafts = [mtp_state(session)]
     if drafting.cycles:
         drafts += [f"{drafting.drafts_per_cycle:.1f} verified", f"{drafting.tokens_per_cycle:.2f} tokens per cycle"]
-        drafts += [f"accepted {percentages(drafting.by_depth)}", *filter(None, [paused(drafting.paused)])]
+        drafts += [
+            f"accepted {percentages(drafting.by_depth)}",
+            *([kept_of_trees(drafting)] if drafting.trees else []),
+        ]
+        drafts += filter(None, [paused(drafting.paused), drafting.trees_paused])
     caches = [f"caches {session.cache.offset:,} tokens, {session.cache.nbytes / 1e6:.1f} MB"]
     caches.append(f"peak {every.peak_memory / 1e9:.2f} GB")
     return [" · ".join(parts) for parts in (answers, drafts, caches)]

@@ -65,7 +65,7 @@ def generate(**flags: Any) -> None:
     click.echo(f"Generation: {last.generation_tokens} tokens, {last.generation_tps:.3f} tokens-per-sec")
     click.echo(f"Peak memory: {last.peak_memory:.3f} GB")
     stats = last.stats
-    if stats and (stats.num_draft_tokens or stats.lookups or stats.grammar_drafted):
+    if stats and (stats.num_draft_tokens or stats.every_draft[0]):
         click.echo(f"MTP: {stats.summary}")
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from ..decoding.summary import paused, percentages
+from ..decoding.summary import kept_of_trees, paused, percentages
 from ..lossless.check import Verdict
 from ..lossless.compare import Comparison, Difference
 from ..lossless.sampled import HOTTER
@@ -68,6 +68,8 @@ def _ways(title: str, comparisons: list[Comparison]) -> Table:
         kept = [percentages(c.stats.by_depth)]
         if c.stats.lookups:
             kept.append(f"looked up {c.stats.lookup_accepted} of {c.stats.lookup_drafted}")
+        if c.stats.trees:
+            kept.append(kept_of_trees(c.stats))
         kept.append(paused(c.stats.paused))
         counts = (c.prompts, c.tokens, near, len(c.differences) - near)
         table.add_row(c.way, *map(str, counts), speed, ", ".join(filter(None, kept)))

@@ -236,7 +236,9 @@ class Driver:
             tokens, accepted, _ = values[row]
             flight.kept.append(counts := flight.counts(row, accepted, verified))
             count, stats = sequence.append(tokens), sequence.stats
-            stats.count_cycle(counts.most, accepted, flight.plan.source, counts.forced, flight.drafter)
+            stats.count_cycle(
+                counts.most, accepted, flight.plan.source, counts.forced, flight.drafter, tree=flight.plan.tree
+            )
             stats.add_time(self.clock.took, waited)
             stats.count_replays(flight.replayed)
             sequence.next_base = sequence.base + accepted + 1

@@ -9,11 +9,14 @@ from typing import Any
 import mlx.core as mx
 
 from ..tuning.plan import Role
-from .summary import paused, percentages, shares
+from .summary import kept_of_trees, paused, percentages, shares
 
 TIMED_EVERY = 16
 # Fields of which `add` keeps the maximum, and fields that it does not add.
-LARGEST, NOT_ADDED = ("num_draft_tokens", "peak_memory"), ("phases", "max_tokens", "paused", "crowded", "whole")
+LARGEST, NOT_ADDED = (
+    ("num_draft_tokens", "peak_memory"),
+    ("phases", "max_tokens", "paused", "trees_paused", "crowded", "whole"),
+)
 
 
 @dataclass
@@ -26,6 +29,8 @@ class Stats:
     lookups:       cycles that verified drafts of prompt lookup; lookup_drafted, lookup_accepted: these drafts.
     grammar_drafted, grammar_accepted: the number of drafts, verified and accepted, that the grammar forces, that
                    repeat earlier choices of the answer, or that keep the style of its separators.
+    trees:         cycles that verified a draft tree; tree_drafted, tree_accepted: drafts in these, and on accepted
+                   paths, of any source. They are in no other count of drafts.
     lengths:       number of cycles by the number of drafts that they verified.
     waits:         host reads in cycles: one per cycle; with p_min one more; with a grammar one more for the drafts,
                    if any, or in stepwise cycles (`Plan.stepwise`) one for each draft that is not the grammar's.
@@ -39,6 +44,7 @@ class Stats:
     mask_time:     seconds in which the host made the masks of a grammar, most of them while the device computed.
     peak_memory:   maximum bytes that MLX held, including the weights, since the generation began.
     paused:        why the next cycle does not draft although it could; "" otherwise.
+    trees_paused:  why draft trees do not pay with this model, "" if they do or none was tried.
     phases:        set to True to measure `draft_time`: every 16th cycle is then computed in two timed halves.
     crowded:       set to True while cycles of other generations run in between, so that cycles are not timed.
     whole:         counters of several sequences, which also count the cycles and drafts of this one.
@@ -59,6 +65,9 @@ class Stats:
     lookup_accepted: int = 0
     grammar_drafted: int = 0
     grammar_accepted: int = 0
+    trees: int = 0
+    tree_drafted: int = 0
+    tree_accepted: int = 0
     lengths: Counter[int] = field(default_factory=Counter)
     waits: int = 0
     built_late: Counter[str] = field(default_factory=Counter)
@@ -70,6 +79,7 @@ class Stats:
     mask_time: float = 0.0
     peak_memory: int = 0
     paused: str = ""
+    trees_paused: str = ""
     crowded: bool = False
     whole: "Stats | None" = field(default=None, repr=False)
     _halves: list[float] = field(default_factory=lambda: [0.0, 0.0])
@@ -90,13 +100,18 @@ class Stats:
     @property
     def tokens_per_cycle(self) -> float:
         """Mean number of tokens per cycle, the target's own included; 1.0 is plain decoding; 0.0 before a cycle."""
-        accepted = sum(self.accepted) + self.lookup_accepted + self.grammar_accepted
-        return 1 + accepted / self.cycles if self.cycles else 0.0
+        return 1 + self.every_draft[1] / self.cycles if self.cycles else 0.0
+
+    @property
+    def every_draft(self) -> tuple[int, int]:
+        """Numbers of verified and of accepted drafts, of all sources."""
+        drafted = sum(self.drafted) + self.lookup_drafted + self.grammar_drafted + self.tree_drafted
+        return drafted, sum(self.accepted) + self.lookup_accepted + self.grammar_accepted + self.tree_accepted
 
     @property
     def drafts_per_cycle(self) -> float:
-        """Mean number of the heads' drafts that a cycle verifies; adaptive drafting can lower it; 0.0 before one."""
-        return sum(self.drafted) / self.cycles if self.cycles else 0.0
+        """Mean number of the heads' or trees' drafts that a cycle verifies; 0.0 before a cycle."""
+        return (sum(self.drafted) + self.tree_drafted) / self.cycles if self.cycles else 0.0
 
     @property
     def by_depth(self) -> list[float | None]:
@@ -120,7 +135,9 @@ class Stats:
             return "no cycles"
         words = [f"{self.tokens_per_cycle:.2f} tokens per cycle"]
         if self.num_draft_tokens:
-            words.insert(0, f"{self.drafts_per_cycle:.1f} drafts per cycle (at most {self.num_draft_tokens})")
+            most = "" if self.trees else f" (at most {self.num_draft_tokens})"
+            words.insert(0, f"{self.drafts_per_cycle:.1f} drafts per cycle{most}")
+        if self.num_draft_tokens and (self.acceptance or not self.trees):
             words.append(f"accepted {percentages(self.by_depth)}")
         if len(self.drafted_by) > 1:
             words += [f"{self.accepted_by[name]} of {n} by {name}" for name, n in sorted(self.drafted_by.items())]
@@ -128,7 +145,9 @@ class Stats:
             words.append(f"{self.lookup_accepted} of {self.lookup_drafted} looked up")
         if self.grammar_drafted:
             words.append(f"{self.grammar_accepted} of {self.grammar_drafted} from the grammar")
-        return "; ".join(filter(None, [", ".join(words), paused(self.paused)]))
+        if self.trees:
+            words.append(kept_of_trees(self))
+        return "; ".join(filter(None, [", ".join(words), paused(self.paused), self.trees_paused]))
 
     @property
     def host_ms(self) -> float:
@@ -150,7 +169,7 @@ class Stats:
 
         Settings such as `phases` and `max_tokens` stay.
         """
-        self.paused = other.paused
+        self.paused, self.trees_paused = other.paused, other.trees_paused
         for name, theirs in vars(other).items():
             mine = getattr(self, name)
             if name in LARGEST:
@@ -197,17 +216,25 @@ class Stats:
         self.decode_time += seconds
         self.wait_time += waited
 
-    def count_cycle(self, drafted: int, accepted: int, source: str, forced: int = 0, drafter: Any = None) -> None:
+    def count_cycle(
+        self, drafted: int, accepted: int, source: str, forced: int = 0, drafter: Any = None, *, tree: bool = False
+    ) -> None:
         """Count a cycle that verified `drafted` drafts from `source` and accepted `accepted` of them.
 
         forced: number of first drafts that a grammar forces, which count as the grammar's. drafter: None for
-        a plain step; copies and drafts of a grammar are counted without depth. `whole`, if set, counts the cycle too.
+        a plain step; copies and drafts of a grammar are counted without depth. tree: the drafts are a tree's, which
+        are counted by themselves. `whole`, if set, counts the cycle too.
         """
         if self.whole is not None:
-            self.whole.count_cycle(drafted, accepted, source, forced, drafter)
+            self.whole.count_cycle(drafted, accepted, source, forced, drafter, tree=tree)
         role = drafter.role if drafter else Role.MODEL
         self.cycles += 1
         self.lengths[drafted] += 1
+        if tree:
+            self.trees += 1
+            self.tree_drafted += drafted
+            self.tree_accepted += accepted
+            return
         if role is Role.COPY:
             self.lookups += 1
             self.lookup_drafted += drafted
@@ -231,11 +258,11 @@ class Stats:
         for counts in (self.drafted, self.accepted):
             counts += [0] * (depths - len(counts))
 
-    def note_pause(self, reason: str) -> None:
-        """Store why drafting is paused, "" if it is not."""
-        self.paused = reason
+    def note_pause(self, reason: str, of_trees: str = "") -> None:
+        """Store why drafting is paused, and why draft trees do not pay; "" for neither."""
+        self.paused, self.trees_paused = reason, of_trees
         if self.whole is not None:
-            self.whole.note_pause(reason)
+            self.whole.note_pause(reason, of_trees)
 
     def count_replays(self, cycles: int, shapes: int = 0) -> None:
         """Count replayed cycles, and newly recorded kinds of steps."""

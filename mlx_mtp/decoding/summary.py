@@ -1,6 +1,7 @@
 """Describe draft acceptance and pauses in words, for commands, tables, pages and logs."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 Shares = Sequence[float | None]  # accepted of drafted, by depth; None at depths that were not drafted
 
@@ -18,6 +19,12 @@ def percentages(found: Shares, *, decimals: int = 0, separator: str = " / ", mis
     if found and all(share is None for share in found):
         return "none (nothing drafted)"
     return separator.join(missing if share is None else f"{share:.{decimals}%}" for share in found)
+
+
+def kept_of_trees(counts: Any) -> str:
+    """Return the numbers of a `Stats` about draft trees in words; there must be a tree."""
+    tokens = 1 + counts.tree_accepted / counts.trees
+    return f"{counts.tree_accepted} of {counts.tree_drafted} drafts of trees, {tokens:.2f} tokens per tree"
 
 
 def paused(reason: str) -> str:

@@ -101,10 +101,8 @@ class End(NamedTuple):
 
     @property
     def drafts(self) -> tuple[int, int]:
-        """Numbers of verified and of accepted drafts, of the drafter, prompt lookup and a grammar together."""
-        stats = self.stats
-        drafted = sum(stats.drafted) + stats.lookup_drafted + stats.grammar_drafted
-        return drafted, sum(stats.accepted) + stats.lookup_accepted + stats.grammar_accepted
+        """Numbers of verified and of accepted drafts, of all sources together."""
+        return self.stats.every_draft
 
 
 class RequestFailed(NamedTuple):

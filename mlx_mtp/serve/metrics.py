@@ -22,6 +22,9 @@ COUNTERS = {
     "grammar_num_draft_tokens": ("Verified drafts of grammars.", lambda end, _: end.stats.grammar_drafted),
     "grammar_num_accepted_tokens": ("Accepted drafts of grammars.", lambda end, _: end.stats.grammar_accepted),
     "grammar_mask_seconds": ("Seconds in which the host made masks of grammars.", lambda end, _: end.stats.mask_time),
+    "spec_decode_num_trees": ("Cycles that verified a draft tree.", lambda end, _: end.stats.trees),
+    "spec_decode_num_tree_tokens": ("Verified drafts of trees.", lambda end, _: end.stats.tree_drafted),
+    "spec_decode_num_accepted_tree_tokens": ("Accepted drafts of trees.", lambda end, _: end.stats.tree_accepted),
     "generation_seconds": ("Seconds of decoding.", lambda end, _: end.stats.decode_time),
 }
 

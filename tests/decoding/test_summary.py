@@ -45,6 +45,15 @@ def stats_of(drafted, accepted, **counts) -> Stats:
             stats_of([], [], lookups=2, lookup_drafted=9, lookup_accepted=5),
             "1.50 tokens per cycle, 5 of 9 looked up",
         ),
+        (
+            stats_of([0, 0], [0, 0], trees=10, tree_drafted=70, tree_accepted=16),
+            "7.0 drafts per cycle, 2.60 tokens per cycle, 16 of 70 drafts of trees, 2.60 tokens per tree",
+        ),
+        (
+            stats_of([4, 2], [3, 1], trees=5, tree_drafted=35, tree_accepted=6, trees_paused="trees do not pay"),
+            "4.1 drafts per cycle, 2.00 tokens per cycle, accepted 75% / 50%, 6 of 35 drafts of trees, "
+            "2.20 tokens per tree; trees do not pay",
+        ),
     ],
 )
 def test_the_summary_of_a_generation(stats, words):
@@ -79,6 +88,24 @@ def test_the_chats_footer(drafted, accepted, words):
     turn = Turn(prompt_tokens=3, stats=stats_of(drafted, accepted))
     last = type("Last", (), {"generation_tokens": 9, "generation_tps": 5.0})
     assert f" · {words} · " in footer(turn, last)
+
+
+def test_a_tree_is_counted_by_itself_and_in_the_whole():
+    whole = Stats()
+    stats = Stats(whole=whole)
+    stats.count_cycle(7, 3, "heads", tree=True)
+    stats.count_cycle(2, 1, "heads")
+    for counts in (stats, whole):
+        assert (counts.trees, counts.tree_drafted, counts.tree_accepted) == (1, 7, 3)
+        assert (counts.drafted, counts.accepted, counts.lengths) == ([1, 1], [1, 0], {7: 1, 2: 1})
+        assert counts.every_draft == (9, 4)
+        assert counts.tokens_per_cycle == 3.0
+
+
+def test_the_chats_footer_has_the_drafts_of_trees():
+    turn = Turn(prompt_tokens=3, stats=stats_of([0], [0], trees=10, tree_drafted=70, tree_accepted=16))
+    last = type("Last", (), {"generation_tokens": 9, "generation_tps": 5.0})
+    assert " · 2.60/cycle, trees 16/70 · " in footer(turn, last)
 
 
 def test_counters_that_are_added_keep_the_last_pause():
