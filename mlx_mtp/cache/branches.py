@@ -59,6 +59,8 @@ class Branches:
 class BranchKV(PooledKV):
     """Keys and values of one layer as each row of a tree sees them: those before the tree, and those of its path."""
 
+    of_tree = True
+
     def __init__(self, branches: Branches, cache: Any):
         super().__init__(getattr(cache, "ring", None))
         cache.flush()

@@ -47,8 +47,10 @@ class CachedAttention(Site):
     def serves_rows(self, rows: int, cache: Any) -> bool:
         """Return whether the site is on for `rows` rows per sequence at the context of `cache`.
 
-        For a pool: whether it is on at every context.
+        For a pool: whether it is on at every context. A row of a tree has the kernel of its sequence's plain steps.
         """
+        if getattr(cache, "of_tree", False):
+            cache = cache.cache
         if hasattr(cache, "span"):  # a pool holds sequences of any length: on only if it is on at every length
             return all(rows in on for on in (self.rows, *self.rows_of_context.values()))
         return rows in self.rows_of_context.get(getattr(cache, "context", -1), self.rows)

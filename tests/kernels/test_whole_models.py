@@ -16,10 +16,12 @@ from plans import Listed, follow
 from quantized_models import quantized, save_checkpoints
 from stock_ops import stock_ops
 from sweep import SWEEP, sampled, sweep
+from tree_drafts import TreeDrafts
 
 import mlx_mtp
 from mlx_mtp import emulator
 from mlx_mtp.cache.prompt_cache import make_prompt_cache
+from mlx_mtp.decoding import step
 from mlx_mtp.layers import blocks
 from mlx_mtp.layers.attention import Attention
 from mlx_mtp.layers.blocks import block_kind, to_blocks
@@ -128,6 +130,57 @@ def test_fifteen_drafts_keep_the_text_and_the_bits(dense, monkeypatch):
         assert (EVERY | PRODUCTS) - {launch.kernel for launch in launches} == set()
         assert [len(fed) for _, fed, _ in passes][1:3] == [16, 16]
         compare(dense, passes[: None if SWEEP else 2], PROMPT + text)
+
+
+def paths_of(model, monkeypatch):
+    """Return a list that gets (first position, tokens [T], parents [T-1], logits [T, V]) of each later tree."""
+    found, real = [], step.hidden_of_tree
+
+    def hidden_of_tree(target, layers, tokens, tree):
+        at, rows = int(next(c for c in layers if not c.is_state).offset.item()), real(target, layers, tokens, tree)
+        found.append((at, tokens[0].tolist(), tree.parents[0].tolist(), model.logits(rows)[0]))
+        return rows
+
+    monkeypatch.setattr(step, "hidden_of_tree", hidden_of_tree)
+    return found
+
+
+def compare_paths(model, trees, known) -> None:
+    """Compare every row of the trees with passes over one row after the tokens of its path."""
+    singly = Singly(model)
+    for at, tokens, parents, rows in trees:
+        paths = [(tokens[0],)]
+        for i, parent in enumerate(parents, 1):
+            paths.append((*paths[parent], tokens[i]))
+        for i, path in enumerate(paths):
+            assert same_bits(rows[i : i + 1], singly.logits((*known[:at], *path))), (at, path)
+
+
+def keeps_trees(model, monkeypatch, sizes: list[int]):
+    """Decode with random trees, and compare each of their rows; return the kernels that were launched."""
+    with in_place_of_metal() as launches:
+        text = text_of(model, 0, LENGTH)
+        del launches[:]
+        trees, drafter = paths_of(model, monkeypatch), model.drafter
+        model.drafter = TreeDrafts(model, PROMPT + text)
+        follow(monkeypatch, Listed([Plan("heads", k, tree=True) for k in sizes]))
+        how = {"prompt_lookup": False, "compile_cycles": False, "num_draft_tokens": 15}
+        assert [token for token, *_ in mlx_mtp.generate_step(PROMPT, model, max_tokens=LENGTH, **how)] == text
+        model.drafter = drafter
+        compare_paths(model, trees[: None if SWEEP else 2], PROMPT + text)
+        return {launch.kernel for launch in launches}
+
+
+def test_trees_keep_the_text_and_the_bits(dense, monkeypatch):
+    assert keeps_trees(dense, monkeypatch, [7, 3]) >= EVERY | PRODUCTS
+
+
+@sweep
+@pytest.mark.parametrize("name", ["step", "hybrid"])
+def test_trees_of_many_rows_have_the_bits_of_one_row_steps(checkpoints, name, monkeypatch):
+    model = mlx_mtp.load_model(checkpoints[name])
+    all_on(model)
+    assert keeps_trees(model, monkeypatch, [15, 7, 11]) >= EVERY
 
 
 def to_block_format(model) -> None:
