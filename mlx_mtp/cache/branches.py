@@ -6,14 +6,32 @@ keys and values per row. Nothing is written to the sequences' own caches but the
 `LayerCache.keep_path` reduces these to the accepted path.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import mlx.core as mx
 
 from .layer_cache import LayerCache, OncePerPass, Parts
 from .recurrent import RecurrentCache, Replay
+from .ring import MAX_ROWS
 from .slots import PooledKV, Span
 from .tree import RowTree, along
+
+COPIES = 2**30  # maximum bytes of one layer's keys and values, or state, once per row of a tree
+
+
+def rows_with_room(layers: Iterable[Any]) -> int:
+    """Return the maximum rows of a tree whose copies of any layer's arrays have at most COPIES bytes.
+
+    layers: the caches of all sequences of the pass; each of them has as many rows. At most MAX_ROWS.
+    """
+    return min(MAX_ROWS, COPIES // max(1, *(c.nbytes for c in layers)))
+
+
+def copied_bytes(layers: Iterable[Any]) -> int:
+    """Return the bytes of the copies of a tree's pass: of two layers, because MLX frees them while it computes."""
+    largest = max(0, *(c.nbytes for c in layers))
+    return 2 * largest * min(MAX_ROWS, COPIES // max(1, largest))
 
 
 class Branches:

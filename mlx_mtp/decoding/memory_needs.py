@@ -9,7 +9,9 @@ from typing import Any
 import mlx.core as mx
 
 from ..cache.absorb import most_unread
+from ..cache.branches import COPIES, copied_bytes
 from ..cache.prompt_cache import PromptCache, make_prompt_cache
+from ..cache.ring import MAX_ROWS
 from ..layers.target import Target
 from ..machine import memory
 from ..machine.memory import IGNORE, check_room, ignored, in_gb
@@ -116,17 +118,25 @@ def _caches_and_scratch(model: Target, cache: PromptCache, context: int, rows: i
         held = small + (large - small) * (rows - LOOPED[0]) // (LOOPED[1] - LOOPED[0])
     else:
         held = scratch(model, full, context, rows)
-    return kv, head_kv, int(SLACK * held) + _logits(model)
+    return kv, head_kv, max(int(SLACK * held), _branches(model, full)) + _logits(model)
+
+
+def _branches(model: Target, full: PromptCache) -> int:
+    """Return the bytes that verifying a draft tree copies of caches, which are those of `full`; 0 without drafts."""
+    return copied_bytes(full.layers) if model.max_draft_tokens and not full.is_mlx_lm else 0
 
 
 def _upper_bound(model: Target, cache: PromptCache, context: int, rows: int) -> int:
     """Return an upper bound of the sum of `_caches_and_scratch` that needs no graph.
 
-    The bound assumes an attention head per 8 columns, and keys as wide as the model.
+    The bound assumes an attention head per 8 columns, and keys as wide as the model; copies for a tree's rows are of
+    two layers.
     """
     width, layers = max(NARROW, model.no_hidden().shape[-1]), len(model.layers) + len(model.mtp)
     positions = context + 2 * GRAIN + max((c.window or 0 for c in cache.caches), default=0)
-    return 4 * width * (rows * (positions // 8 + 256) + 2 * layers * positions) + _logits(model)
+    copies = 2 * COPIES if model.max_draft_tokens else 0
+    held = 4 * width * (rows * (positions // 8 + 256) + 2 * layers * positions)
+    return held + min(copies, 16 * width * MAX_ROWS * positions) + _logits(model)
 
 
 def kv_bytes(model: Target, cache: PromptCache, context: int) -> tuple[int, int]:
@@ -156,7 +166,8 @@ def _filled(model: Target, cache: PromptCache, context: int) -> tuple[PromptCach
 
 def _logits(model: Target) -> int:
     """Return the bytes of a cycle's logits, logprobs, masks and sorted orders."""
-    return (1 + model.max_draft_tokens) * model.vocab_size * 4 * 4
+    rows = MAX_ROWS if model.max_draft_tokens else 1
+    return rows * model.vocab_size * 4 * 4
 
 
 def stated_positions(model: Any) -> int | None:
