@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import mlx.core as mx
 
-from ..kernels import choose_rows, masked
+from ..kernels import choose_rows, draw_scores, masked
 from ..layers.lm_head import NormedRows
 from ..layers.target import Target
 from .members import Members
@@ -170,6 +170,17 @@ class DraftChooser:
         chosen = mx.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
         return Draft(tokens, mx.exp((chosen - mx.logsumexp(logits, axis=-1)).astype(mx.float32)))
 
+    def scores(self, logits: mx.array, position: mx.array) -> mx.array:
+        """Return float32 [n, W, V], greatest for the draft, from logits [n, W, V]: all W rows have one position [n].
+
+        They are logits, or with the noise of the target's own draw, from which the target's token is likelier that of
+        a great score than from logits alone.
+        """
+        if self.greedy:
+            return logits.astype(mx.float32)
+        sequences = zip(logits, self.options, self.keys, position.astype(mx.uint32), strict=True)
+        return mx.stack([draw_scores(rows, how, key, at[None]) for rows, how, key, at in sequences])
+
 
 class Choosers:
     """Chooses the drafts of all sequences of a step, in which they may be masked.
@@ -203,6 +214,34 @@ class Choosers:
         """Return k drafts of each sequence, as `DraftChooser.from_rows`; not for masked ones."""
         assert not self.masked
         return self._without_free(self.chooser.from_rows(logits, position))
+
+    def best(self, output: DraftOutput, position: mx.array, depth: int, count: int) -> tuple[mx.array, mx.array]:
+        """Return the `count` best drafts after each of W paths of n sequences: log-probabilities and tokens, [n, W, count].
+
+        output: of n * W rows. With noise the probability is an estimate, that the draft is the target's own draw; that
+        of a missing draft is 0. Masks end with the last depth of `allowed`.
+        """
+        n, mask = len(self.chooser.options), None
+        if self.allowed is not None and depth < len(self.allowed):
+            mask = self.allowed[depth]
+        if mask is None and self.chooser.greedy and (rows := output.choice()) is not None:
+            values, indices, total = rows.top(min(count, rows.head.weights_read))
+            chances, tokens = values - total[:, None], cast(HeadOutput, output).token(indices)
+        else:
+            logits = output.logits()
+            logits = masked(logits.reshape(n, -1, logits.shape[-1]), None if mask is None else mask[:, None])
+            scores = self.chooser.scores(logits, position)
+            whole = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
+            whole = mx.where(scores == -mx.inf, -mx.inf, whole)  # no NaN where no token can be drafted
+            tokens = mx.argpartition(-whole, kth=min(count, whole.shape[-1]) - 1, axis=-1)[..., :count]
+            chances = mx.take_along_axis(whole, tokens, axis=-1)
+        chances, tokens = (rows.reshape(n, -1, rows.shape[-1]) for rows in (chances, tokens.astype(mx.int32)))
+        missing = [(0, 0), (0, 0), (0, count - tokens.shape[-1])]
+        return mx.pad(chances, missing, constant_values=-mx.inf), mx.pad(tokens, missing)
+
+    def used(self, tree: Drafts) -> Drafts:
+        """Return a tree in which the drafts of free slots have the probability 0."""
+        return tree._replace(confidence=tree.confidence * self._used)
 
     def _without_free(self, draft: Draft) -> Draft:
         return draft if draft.confidence is None else draft._replace(confidence=draft.confidence * self._used)
