@@ -1,6 +1,6 @@
 """Grow a draft tree level by level: one pass of the drafter reads the most probable paths of the level before."""
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import mlx.core as mx
 
