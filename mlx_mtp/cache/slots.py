@@ -276,12 +276,12 @@ POOLS: dict[type[Any], type[Any]] = {
 
 
 def pooled(cache: Any, ring: Ring | None) -> Any:
-    """Return the empty pool of one layer, for sequences whose caches have the class and format of `cache`.
+    """Return the empty pool of one layer, for sequences whose caches have the class and format of `cache`, or a pool.
 
     ring: the Ring that the layers of these caches share, None without a window. Raises ValueError for a kind of cache
     that no pool can hold.
     """
-    pool = POOLS.get(type(cache))
+    pool = type(cache) if type(cache) in POOLS.values() else POOLS.get(type(cache))
     if pool is None:
         supported = ", ".join(kind.__name__ for kind in POOLS)
         raise ValueError(f"{type(cache).__name__}: no pool holds this kind of cache; supported are {supported}")

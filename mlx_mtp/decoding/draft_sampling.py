@@ -8,12 +8,13 @@ coupled:   a draw from the drafter's distribution, filtered like the target's, w
 With a user's sampler, and at temperature 0, drafts are greedy. Processors change the target's rows only.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, cast
 
 import mlx.core as mx
 
-from ..kernels import choose_rows, masked
+from ..cache.tree import along
+from ..kernels import choose_rows, draw_scores, masked
 from ..layers.lm_head import NormedRows
 from ..layers.target import Target
 from .members import Members
@@ -170,6 +171,24 @@ class DraftChooser:
         chosen = mx.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
         return Draft(tokens, mx.exp((chosen - mx.logsumexp(logits, axis=-1)).astype(mx.float32)))
 
+    def scores(
+        self, logits: mx.array, position: mx.array, tokens: mx.array | None = None, vocab: int = 0
+    ) -> mx.array:
+        """Return float32 [n, W, V], greatest for the draft, from logits [n, W, V]: all W rows have one position [n].
+
+        They are logits, or with the noise of the target's own draw, from which the target's token is likelier that of
+        a great score than from logits alone. tokens: ids, int32 [n, W, V], if the logits are only of some of `vocab`
+        tokens, to which XTC is not applied.
+        """
+        if self.greedy:
+            return logits.astype(mx.float32)
+        options, ids = self.options, [None] * len(logits) if tokens is None else tokens
+        if tokens is not None:
+            most = logits.shape[-1] - 1
+            options = [replace(o, xtc_probability=0.0, top_k=o.top_k if o.top_k <= most else 0) for o in options]
+        sequences = zip(logits, options, self.keys, position.astype(mx.uint32)[:, None], ids, strict=True)
+        return mx.stack([draw_scores(*each, vocab) for each in sequences])
+
 
 class Choosers:
     """Chooses the drafts of all sequences of a step, in which they may be masked.
@@ -204,8 +223,51 @@ class Choosers:
         assert not self.masked
         return self._without_free(self.chooser.from_rows(logits, position))
 
+    def best(self, output: DraftOutput, position: mx.array, depth: int, count: int) -> tuple[mx.array, mx.array]:
+        """Return log-probabilities and tokens [n, W, count] of the best drafts after each of W paths of n sequences.
+
+        output: of n * W rows. With noise the probability is an estimate that the draft is the target's own draw; that
+        of a missing draft is 0. Masks end with the last depth of `allowed`.
+        """
+        n, mask = len(self.chooser.options), None
+        if self.allowed is not None and depth < len(self.allowed):
+            mask = self.allowed[depth]
+        if mask is None and self.chooser.greedy and (rows := output.choice()) is not None:
+            values, indices, total = rows.top(min(count, rows.head.weights_read))
+            chances, tokens = values - total[:, None], cast(HeadOutput, output).token(indices)
+        else:
+            logits, known, vocab = _columns(output, n)
+            if known is None:
+                logits = masked(logits, None if mask is None else mask[:, None])
+            elif mask is not None:
+                logits = logits + along(masked(mx.zeros((n, vocab)), mask), known)
+            scores = self.chooser.scores(logits, position, known, vocab)
+            whole = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
+            whole = mx.where(mx.isnan(whole), -mx.inf, whole)  # no token can be drafted
+            tokens = mx.argpartition(-whole, kth=min(count, whole.shape[-1]) - 1, axis=-1)[..., :count]
+            chances = mx.take_along_axis(whole, tokens, axis=-1)
+            tokens = tokens if known is None else mx.take_along_axis(known, tokens, axis=-1)
+        chances = mx.minimum(chances, 0)  # in spite of rounding: no path is more probable than its beginning
+        chances, tokens = (rows.reshape(n, -1, rows.shape[-1]) for rows in (chances, tokens.astype(mx.int32)))
+        missing = [(0, 0), (0, 0), (0, count - tokens.shape[-1])]
+        return mx.pad(chances, missing, constant_values=-mx.inf), mx.pad(tokens, missing)
+
+    def used(self, tree: Drafts) -> Drafts:
+        """Return a tree in which the drafts of free slots have the probability 0."""
+        assert tree.confidence is not None
+        return tree._replace(confidence=tree.confidence * self._used)
+
     def _without_free(self, draft: Draft) -> Draft:
         return draft if draft.confidence is None else draft._replace(confidence=draft.confidence * self._used)
+
+
+def _columns(output: DraftOutput, n: int) -> tuple[mx.array, mx.array | None, int]:
+    """Return logits [n, W, C] of an output's n * W rows, and if C are only some tokens, ids and the vocabulary."""
+    scores, tokens, vocab = output if isinstance(output, LogitRow) else (output.logits(), None, 0)
+    if tokens is None:
+        return scores.reshape(n, -1, scores.shape[-1]), None, vocab
+    logits = scores.reshape(n, -1, scores.shape[-1])
+    return logits, mx.broadcast_to(tokens, scores.shape).reshape(logits.shape).astype(mx.int32), vocab
 
 
 def joined(choices: list[Draft]) -> Drafts:

@@ -12,7 +12,7 @@ from ._routing import Routing, route_ref
 from ._source import on_metal, padded, source_bytes
 from .add_norm import add_norm, add_norm_ref
 from .change_logits import Changes, Paths, Words, change_logits, change_logits_ref, masked
-from .choose_rows import choose_rows, choose_rows_ref
+from .choose_rows import choose_rows, choose_rows_ref, draw_scores
 from .delta_inputs import DeltaInputs, Gates, delta_inputs, delta_inputs_ref
 from .gated_delta_verify import gated_delta_verify, gated_delta_verify_ref
 from .gated_norm import gated_norm, gated_norm_ref

@@ -61,14 +61,32 @@ def draw_rows_ref(logits: mx.array, options: RowOptions, key: mx.array, position
 
     Row r is drawn with the key of position + r, or of position r of several; key uint32 [2], position uint32 [], [R].
     """
+    at = position if position.ndim else position + mx.arange(len(logits), dtype=mx.uint32)
+    return mx.argmax(draw_scores(logits, options, key, at), axis=-1).astype(mx.int32)
+
+
+def draw_scores(
+    logits: mx.array,
+    options: RowOptions,
+    key: mx.array,
+    at: mx.array,
+    tokens: mx.array | None = None,
+    vocab_size: int = 0,
+) -> mx.array:
+    """Return float32 [R, V], the greatest of which is the token that options choose in rows of logits [R, V].
+
+    They contain the noise of a position. at: uint32 [R], position of each row, or [1] of all. key: uint32 [2].
+    tokens: ids, int32 [R, V], of logits of some of `vocab_size` tokens; None: of all.
+    """
     if options.greedy:
-        return mx.argmax(logits, axis=-1).astype(mx.int32)
-    rows, vocab_size = logits.shape
-    at = position if position.ndim else position + mx.arange(rows, dtype=mx.uint32)
+        return logits.astype(mx.float32)
+    vocab_size = logits.shape[-1] if tokens is None else vocab_size
     keys = mx.vmap(mx.random.split)(key + mx.stack([mx.zeros_like(at), at], axis=-1))
     logprobs = filtered(logits - mx.logsumexp(logits, axis=-1, keepdims=True), options, keys[:, 0])
     noise = mx.vmap(lambda key: mx.random.gumbel((vocab_size,), key=key))(keys[:, 1])
-    return mx.argmax(logprobs.astype(mx.float32) * inverse(options.temp) + noise, axis=-1).astype(mx.int32)
+    if tokens is not None:
+        noise = mx.take_along_axis(mx.broadcast_to(noise, (len(tokens), vocab_size)), tokens, axis=-1)
+    return logprobs.astype(mx.float32) * inverse(options.temp) + noise
 
 
 def choose_rows_ref(logits: mx.array, samplings: Sequence[RowOptions], key: mx.array, position: mx.array) -> mx.array:

@@ -14,6 +14,7 @@ from ...cache.step_cache import StepCache
 from ...layers.block_drafter import BlockNetwork
 from ...layers.target import Target
 from ..run import NO_DRAFTS, Drafts, Run
+from ..tree_levels import shape_of
 from .block_choice import BlockChoice
 from .drafter import Drafter, Frame
 
@@ -27,7 +28,7 @@ class Block(Drafter):
     """
 
     source = "block"
-    absorbs = True
+    absorbs = trees = True
 
     def __init__(self, net: BlockNetwork):
         self.net, shape = net, net.shape
@@ -45,20 +46,22 @@ class Block(Drafter):
         """Append all R rows of the run to the context; return k drafts after the newest tokens, NO_DRAFTS for k = 0.
 
         The block begins at the target's position. Its rows overwrite rejected rows of the run; rejected rows behind
-        the block are masked.
+        the block are masked. It has one row per draft, or per level of a tree, of which there are at most `most`.
         """
         model, cache, drafts = frame.model, frame.cache, NO_DRAFTS
         context = self.context(model, run.hidden)
-        if k == 0 or run.size + k + 1 > CALL_ROWS:  # else one call writes context and block
+        levels = shape_of(k, self.most)[0] if frame.plan.tree else k
+        if k == 0 or run.size + levels + 1 > CALL_ROWS:  # else one call writes context and block
             self.net.append(context, cache.heads)
             cache.heads_follow()
             context = None
         if k:
             newest = run.newest()
-            rows = self.rows(model, cache.heads, newest, k, context, run.last)
+            rows = self.rows(model, cache.heads, newest, levels, context, run.last)
             first, sure = cache.layers[0].offset + 1, bool(frame.plan.p_min)
             given = frame.members, newest, first, frame.allowed
-            drafts = BlockChoice(model, self.net, *given, confidence=sure)(rows)
+            choice = BlockChoice(model, self.net, *given, confidence=sure)
+            drafts = choice.tree(rows, k) if frame.plan.tree else choice(rows)
             cache.heads_follow()
         return drafts
 

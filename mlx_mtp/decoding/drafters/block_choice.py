@@ -10,6 +10,7 @@ from ..draft_sampling import Choosers, Draft, LogitRow, joined
 from ..members import Members
 from ..run import Drafts
 from ..sampling import whole_rows
+from ..tree_levels import grown
 
 
 class BlockChoice:
@@ -39,10 +40,18 @@ class BlockChoice:
         """Return the drafts, one token for each output row [n, k, H], with their confidence if needed."""
         if (tokens := self._without_logits(rows)) is not None:
             return Drafts(tokens)
-        logits = self._logits(rows)
-        if self.net.shape.selector:
-            return self._among_candidates(rows, logits)
-        return self._along_chain(rows, logits)
+        net, logits = self.net, self._logits(rows)
+        if not (self.choose.masked or net.shape.selector or net.shape.markov or self.by_head):
+            if (tokens := _known(net, logits)) is not None:
+                logits = whole_rows(logits.flatten(0, 1), tokens, self.model.vocab_size).reshape(*rows.shape[:2], -1)
+            return Drafts(*self.choose.rows(logits, self.first))
+        return self._along_chain(BlockPaths(net, rows, logits, self.model.vocab_size), rows)
+
+    def tree(self, rows: mx.array, k: int) -> Drafts:
+        """Return a tree of k drafts with one level for each of the output rows [n, levels, H]."""
+        paths = BlockPaths(self.net, rows, self._logits(rows), self.model.vocab_size)
+        first = paths.read(self.newest, mx.arange(len(rows)))
+        return grown(k, self.choose, first, self.first, paths, rows.shape[1])
 
     def _without_logits(self, rows: mx.array) -> mx.array | None:
         """Return tokens [n, k] chosen by the kernel of the target's LM head; None if it is off or cannot choose them.
@@ -71,37 +80,53 @@ class BlockChoice:
         logits = logits if shape.scale == 1 else logits * shape.scale
         return mx.tanh(logits / shape.softcap) * shape.softcap if shape.softcap else logits
 
-    def _along_chain(self, rows: mx.array, logits: mx.array) -> Drafts:
-        """Return drafts chosen all at once; row by row with masks or a Markov head, which read the draft before."""
+    def _along_chain(self, paths: "BlockPaths", rows: mx.array) -> Drafts:
+        """Return drafts chosen row by row, because each depends on the one before it."""
         net: Any = self.net
-        tokens = net.token(mx.arange(logits.shape[-1])) if "d2t" in net else None
-        before, state, choices = self.newest, None, list[Draft]()
-        if not (self.choose.masked or net.shape.markov or self.by_head):
-            if tokens is not None:
-                logits = whole_rows(logits.flatten(0, 1), tokens, self.model.vocab_size).reshape(*rows.shape[:2], -1)
-            return Drafts(*self.choose.rows(logits, self.first))
+        before, choices = self.newest, list[Draft]()
         for i in range(rows.shape[1]):
-            scores, embedded = logits[:, i], None
-            if net.shape.markov:
-                embedded = net.markov_head.markov_w1(before)[:, 0]
-                bias, state = net.markov_head(embedded, rows[:, i], state)
-                scores = scores + bias
-            choice = self.choose(LogitRow(scores, tokens, self.model.vocab_size), self.first + i, i)
+            choice = self.choose(paths.read(before), self.first + i, i)
             if self.by_head:
-                choice = choice._replace(confidence=net.confidence_head(rows[:, i], embedded))
+                choice = choice._replace(confidence=net.confidence_head(rows[:, i], paths.embedded))
             choices.append(choice)
             before = choice.token
         return joined(choices)
 
-    def _among_candidates(self, rows: mx.array, logits: mx.array) -> Drafts:
-        """Return drafts chosen row by row among each row's likeliest tokens, scored with the draft before it."""
-        selector: Any = self.net.candidate_selector
-        tokens, values = selector.candidates(logits)
-        projected = selector.hidden_projection(rows)
-        before, choices = self.newest, list[Draft]()
-        for i in range(rows.shape[1]):
-            scores = values[:, i] + selector.edges(projected[:, i], before, tokens[:, i])
-            row = LogitRow(scores, tokens[:, i], self.model.vocab_size)
-            choices.append(self.choose(row, self.first + i, i))
-            before = choices[-1].token
-        return joined(choices)
+
+class BlockPaths:
+    """The scores of a block's tokens after each of W paths per sequence: a row of the block for each level.
+
+    rows, logits: the block's, [n, k, H] and [n, k, V]. vocab: size of the target's vocabulary. embedded: the Markov
+    head's of the tokens that were read last, [n * W, r], or None.
+    """
+
+    def __init__(self, net: Any, rows: mx.array, logits: mx.array, vocab: int):
+        self.net, self.rows, self.logits, self.vocab, self.level = net, rows, logits, vocab, 0
+        self.tokens, self.embedded, self.state = _known(net, logits), None, None
+        if net.shape.selector:
+            self.candidates, self.logits = net.candidate_selector.candidates(logits)
+            self.projected = net.candidate_selector.hidden_projection(rows)
+
+    def read(self, tokens: mx.array, index: mx.array | None = None) -> LogitRow:
+        """Return the scores of the next row's tokens, of n * W rows, or of n if they do not depend on the path.
+
+        tokens, index: as in `Paths.read`; without an index each path continues itself.
+        """
+        net, i, width = self.net, self.level, len(tokens) // len(self.rows)
+        self.level += 1
+        if net.shape.selector:
+            parts = (self.candidates, self.logits, self.projected)
+            known, logits, projected = (mx.repeat(part[:, i], width, axis=0) for part in parts)
+            return LogitRow(logits + net.candidate_selector.edges(projected, tokens, known), known, self.vocab)
+        if not net.shape.markov:
+            return LogitRow(self.logits[:, i], self.tokens, self.vocab)
+        self.embedded = net.markov_head.markov_w1(tokens)[:, 0]
+        before = self.state if index is None or self.state is None else self.state[index]
+        row = mx.repeat(self.rows[:, i], width, axis=0)
+        bias, self.state = net.markov_head(self.embedded, row, before)
+        return LogitRow(mx.repeat(self.logits[:, i], width, axis=0) + bias, self.tokens, self.vocab)
+
+
+def _known(net: Any, logits: mx.array) -> mx.array | None:
+    """Return the target's ids of the tokens that the logits are of, [V]; None if these are the ids 0..V-1."""
+    return net.token(mx.arange(logits.shape[-1])) if "d2t" in net else None

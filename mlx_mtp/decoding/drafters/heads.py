@@ -13,8 +13,10 @@ import mlx.core as mx
 from ...cache.step_cache import StepCache
 from ...layers.target import Target
 from ..draft_sampling import Choosers, Draft, HeadOutput, joined
+from ..head_paths import ChainedPaths, RecycledPaths
 from ..picture_rows import next_embeddings, place_head
 from ..run import Drafts, Run, rows_at
+from ..tree_levels import grown
 from .drafter import Drafter, Frame
 
 
@@ -22,6 +24,7 @@ class Heads(Drafter):
     """The MTP heads of a model: chained, all reading the target, or one recycled head, which reads its own output."""
 
     source = "heads"
+    trees = True
 
     def __init__(self, model: Target):
         self.most, self.windows, self.reads = model.max_draft_tokens, model.head_windows(), model.taps
@@ -38,10 +41,13 @@ class Heads(Drafter):
         All R rows are fed, accepted or not, so that shapes do not depend on the accepted count; a head's draft is in
         its row `last` + depth. Depths from k on read the rows but draft nothing. A recycled head drafts the remaining
         tokens from its own output. The heads' offset ends at the target's: the next call overwrites rejected rows.
+        A tree's rows are read in copies of the heads' caches.
         """
         model, cache = frame.model, frame.cache
         choose = Choosers(model, frame.members, frame.allowed, confidence=frame.plan.p_min > 0)
         rows, accepted, choices = run.size, run.last, list[Draft]()
+        if nodes := k if frame.plan.tree else 0:
+            k = 1  # all heads read the rows before a tree's other drafts are made
         tokens, hidden, kept = run.tokens, model.capture(run.hidden), []
         first, row = cache.layers[0].offset + 1, hidden
         for depth, (head, kv) in enumerate(zip(model.mtp, cache.heads, strict=False)):
@@ -61,6 +67,11 @@ class Heads(Drafter):
         if k > len(choices):
             choices += _recycled(model, cache, row, choices[0], k, choose)
         cache.heads_follow()
+        if nodes:
+            recycled = model.spec.topology == "recycle" and len(model.mtp) == 1
+            paths = RecycledPaths(model, cache, row) if recycled else ChainedPaths(model, cache)
+            most = nodes if recycled else len(cache.heads)
+            return grown(nodes, choose, HeadOutput(model, 0, row), first, paths, most)
         return joined(choices)
 
     def skip_to(self, cache: StepCache, first: int, rows: int) -> None:

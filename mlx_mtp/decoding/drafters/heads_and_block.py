@@ -30,7 +30,7 @@ class HeadsAndBlock(Drafter):
 
     def __init__(self, model: Target, heads: Heads, block: Block, usual_heads: int):
         self.heads, self.block, self.chained = heads, block, heads.chained
-        self.most, self.usual = block.most, block.usual
+        self.most, self.usual, self.trees = block.most, block.usual, heads.trees and block.trees
         self.others, self.windows = {heads.source: usual_heads}, (*heads.windows, *block.windows)
         self.net, self.nets = block.net, (model.mtp[0], block.net)
         # Heads read few rows after their own drafts; while blocks draft for one sequence they read none.

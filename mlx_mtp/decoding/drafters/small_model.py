@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from ...cache.beams import branched
 from ...cache.kinds import head_dim_of
 from ...cache.prompt_cache import PromptCache
 from ...cache.ring import MAX_ROWS
@@ -19,6 +20,7 @@ from ...cache.step_cache import seek
 from ...layers.target import Target
 from ..draft_sampling import Choosers, Draft, joined
 from ..run import NO_DRAFTS, Drafts, Run, rows_at
+from ..tree_levels import grown
 from .drafter import Drafter, Frame
 
 MOST = MAX_ROWS - 1  # drafts of a cycle: the target verifies them with the token before them
@@ -34,6 +36,7 @@ class SmallModel(Drafter):
     most = MOST
     no_kept = (mx.array([[[0]]], mx.int32),)
     reads_hidden = False
+    trees = True
 
     def __init__(self, small: Any, vocab_size: int, path: Path | None = None):
         """small: a loaded port. vocab_size: the target's. path: the port's directory."""
@@ -45,23 +48,26 @@ class SmallModel(Drafter):
         cache, newest = frame.cache, run.newest()
         rows = self.outputs(mx.concatenate([cache.kept[0][:, 0], run.tokens], axis=1), cache.heads)
         cache.kept = [newest[:, None]]
-        choices = self._drafts(frame, rows_at(rows, run.last + 1), k) if k else []
+        drafts = self._drafts(frame, rows_at(rows, run.last + 1), k) if k else NO_DRAFTS
         cache.heads_follow()
-        return joined(choices) if k else NO_DRAFTS
+        return drafts
 
-    def _drafts(self, frame: Frame, row: mx.array, k: int) -> list[Draft]:
+    def _drafts(self, frame: Frame, row: mx.array, k: int) -> Drafts:
         """Return k drafts, the first from the output row [n, 1, H]; recurrent states end as they were before."""
         cache, sure = frame.cache, frame.plan.p_min > 0
         choose = Choosers(frame.model, frame.members, frame.allowed, confidence=sure)
         states, offset = [(c, c.parts) for c in cache.heads if c.is_state], cache.layers[0].offset
         seek(cache.heads, offset + 1, cache.heads[0].limit)  # after the newest token
-        choices = [choose(SmallModelOutput(self, row), offset + 1, 0)]
+        first = SmallModelOutput(self, row)
+        if frame.plan.tree:
+            return grown(k, choose, first, offset + 1, SmallModelPaths(self, cache.heads), k)
+        choices = [choose(first, offset + 1, 0)]
         for depth in range(1, k):
             row = self.outputs(choices[-1].token, cache.heads)
             choices.append(choose(SmallModelOutput(self, row), offset + 1 + depth, depth))
         for state, parts in states:
             state.parts = parts
-        return choices
+        return joined(choices)
 
     def outputs(self, tokens: mx.array, caches: list[Any]) -> mx.array:
         """Append tokens [n, L] to the caches; return the small model's outputs [n, L, H].
@@ -136,3 +142,14 @@ class SmallModelOutput(NamedTuple):
 
     def logits(self) -> mx.array:
         return self.drafter.logits(self.rows)[:, 0]
+
+
+class SmallModelPaths:
+    """The paths of a tree that the small model reads, in copies of its caches: each level adds a row to these."""
+
+    def __init__(self, drafter: SmallModel, caches: list[Any]):
+        self.drafter, self.caches = drafter, caches
+
+    def read(self, tokens: mx.array, index: mx.array) -> SmallModelOutput:
+        self.caches = branched(self.caches, index, self.caches[0].offset, 1)
+        return SmallModelOutput(self.drafter, self.drafter.outputs(tokens, self.caches))
