@@ -60,6 +60,7 @@ def generate_step(
     max_tokens: int = 256,
     num_draft_tokens: int | None = None,
     adaptive: bool = True,
+    tree: int | None = None,
     draft_p_min: float = 0.0,
     prompt_lookup: bool | None = None,
     compile_cycles: bool | None = None,
@@ -104,13 +105,13 @@ def generate_step(
     given = pictures, max_tokens != 0, num_draft_tokens, prompt_cache, kv_group_size, quantized_kv_start, layout
     tokens, k, cache = checked.checked_inputs(model, prompt, *given)
     max_tokens = make_room(model, cache, len(tokens), max_tokens, chunk, max_context, check=check_memory)
-    asked = Asked(num_draft_tokens == 0, adaptive, prompt_lookup, grammar_drafts)
+    asked = Asked(num_draft_tokens == 0, adaptive, prompt_lookup, grammar_drafts, tree)
     limits, stops = checked.ends(grammar, stop_tokens, model.vocab_size)
     same = (k, asked, max_tokens, cache.offset, chunk, sampling, draft_sampling, draft_p_min, stops)
     tokens, key = agreed(model.ranks, tokens, random_key(seed), (*same, limits and limits.text))
     picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, key, draft_sampling)
     sequence = new_sequence(cache, len(tokens), picker, stops, max_tokens, k, stats, asked=asked, grammar=limits)
-    switch_on_for_drafts(model, max(k, sequence.max_lookup, sequence.most_forced))
+    switch_on_for_drafts(model, sequence.most_drafts)
     driver = Driver(model, DriverOptions(chunk, adaptive, draft_p_min, compile_cycles))
     return in_turns(_decoded(driver, sequence, tokens, prompt_progress_callback), adapters_now(model))
 

@@ -36,6 +36,7 @@ class BatchSettings:
         *,
         num_draft_tokens: int | None = None,
         adaptive: bool = True,
+        tree: int | None = None,
         draft_p_min: float = 0.0,
         prompt_lookup: bool | None = None,
         compile_cycles: bool | None = None,
@@ -58,7 +59,7 @@ class BatchSettings:
         sampling["xtc_special_tokens"] = tuple(sampling.get("xtc_special_tokens", ()))
         self.model, self.chunk, self.sampling = model, chunk, Sampling(**sampling)
         self.sampling.validate(model.vocab_size)
-        self.adaptive, self.prompt_lookup = adaptive, prompt_lookup
+        self.adaptive, self.prompt_lookup, self.tree = adaptive, prompt_lookup, tree
         self.asked, self.k = num_draft_tokens, checked.draft_count(num_draft_tokens, model, None)
         self.layout = {"kv_bits": kv_bits, "mtp_kv_bits": mtp_kv_bits, "max_kv_size": max_kv_size}
         self.quantized = kv_group_size, quantized_kv_start
@@ -113,7 +114,8 @@ class BatchSettings:
         key, ranks = random_key(seed), self.model.ranks
         if ranks:
             pieces, key = agreed(ranks, pieces, key, (max_tokens, k, own.offset, options, self.draft_sampling))
-        drafting = Asked(asked == 0, self.adaptive, False if plain else self.prompt_lookup, self.grammar_drafts)
+        lookup = False if plain else self.prompt_lookup
+        drafting = Asked(asked == 0, self.adaptive, lookup, self.grammar_drafts, self.tree)
         constraint = None if grammar is None else compiled(grammar, None, self.model.vocab_size)
         stats = stats or Stats()
         picker = Picker(options, call, tuple(processors or ()), logprobs, key, self.draft_sampling)

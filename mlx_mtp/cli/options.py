@@ -88,6 +88,13 @@ def _wired_limit(_ctx: click.Context, _param: click.Parameter, value: str) -> in
     return limit
 
 
+def _tree_rows(_ctx: click.Context, _param: click.Parameter, value: int | None) -> int | None:
+    """Return --tree; raise BadParameter for 1."""
+    if value == 1:
+        raise click.BadParameter("1: allowed is 0, or 2 to 16")
+    return value
+
+
 def check_place(_ctx: click.Context, _param: click.Parameter, value: str) -> Path:
     """Return the path of a file to write; check its directory before a long task starts.
 
@@ -174,6 +181,12 @@ loading_options = options(
         "--adaptive/--no-adaptive",
         default=True,
         help="Adapt the number of drafts to measured costs, or always draft the maximum.",
+    ),
+    option(
+        "--tree",
+        type=IntRange(0, 16),
+        callback=_tree_rows,
+        help="Maximum rows of a pass whose drafts are a tree; 0: chains only.  [default: 16, if faster]",
     ),
     typed("--draft-p-min", SHARE, 0.0, "Verify only drafts of at least this probability, if that is faster."),
     option(
@@ -335,7 +348,7 @@ def generation_options(tokenizer: Any, flags: dict[str, Any], cache: Any) -> dic
     With a cache, its own layout counts, and flags of the layout are ignored.
     """
     names = ("max_tokens", "max_context", "seed", "num_draft_tokens", "draft_sampling", "adaptive", "draft_p_min")
-    names += ("prompt_lookup", "compile_cycles")
+    names += ("prompt_lookup", "compile_cycles", "tree")
     return {
         **{name: flags[name] for name in (*names, *sampling_flags(flags))},
         "grammar": grammar_of(flags),

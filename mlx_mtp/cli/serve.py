@@ -27,7 +27,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 NAME = "mlx-mtp-demo"
 ANSWERS = 20.0  # seconds to wait until the server answers its first request
 # Flags for how, not what, the server decodes.
-DECODING = ("num_draft_tokens", "draft_sampling", "adaptive", "draft_p_min", "prompt_lookup", "compile_cycles")
+DECODING = "num_draft_tokens", "tree", "draft_sampling", "adaptive", "draft_p_min", "prompt_lookup", "compile_cycles"
 # Flags with files that belong to one model.
 OF_ONE = ("adapter_path", "draft_model", "draft_vocab", "mtp_path", "config_from", "vision_path")
 

@@ -42,8 +42,14 @@ class Alone(Seating):
         if sequence.longest:
             self.cache.reserve(min(sequence.longest, self.cache.offset + RESERVED_TOKENS))
         self.compiled = compiled_for(model, self.cache, sequence.picker, how.compile_cycles)
-        options = {"adaptive": how.adaptive, "p_min": self.p_min > 0, "compiled": self.compiled}
-        self.own = control_for(model, sequence.k, sequence.max_lookup, matcher=sequence.picker.matcher, **options)
+        limits = sequence.k, sequence.max_lookup
+        options = {
+            "adaptive": how.adaptive,
+            "p_min": self.p_min > 0,
+            "tree": sequence.tree,
+            "compiled": self.compiled,
+        }
+        self.own = control_for(model, *limits, matcher=sequence.picker.matcher, **options)
         self.control = Agreement(model.ranks, self.own, drafters) if model.ranks else self.own
         if sequence.picker.matcher:
             sequence.picker.matcher.restart()
@@ -85,7 +91,7 @@ class Alone(Seating):
             return ""
         if self.sequence.picker.processors:
             return "logits processors"
-        most, rows = max(self.sequence.k, self.sequence.max_lookup, self.sequence.most_forced), last.run.size
+        most, rows = self.sequence.most_drafts, last.run.size
         return why_read_again(self.cache, rows) or self.cache.needs_host(last.base + rows, 1 + most)
 
     def begin_late(self, last: Any) -> float:

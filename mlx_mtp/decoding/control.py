@@ -13,7 +13,7 @@ from ..tuning.costs import PRIOR_WEIGHT, Costs
 from ..tuning.plan import Cycle, Fixed, by_depth
 from .drafters import names_of
 from .flight import Flight
-from .policy import learned, others_of
+from .policy import fixed_nodes, learned, others_of, trees_of
 
 Control = Controller | Fixed
 MOST_ON_GPU = VERIFY_ROWS[-1] - 1  # the kernels of products take 16 rows of all sequences
@@ -29,22 +29,26 @@ class Controls:
 
     def __init__(self, model: Target, *, adaptive: bool, p_min: bool = False, replayed: bool = False):
         self.model, self.adaptive, self.p_min, self.replayed = model, adaptive, p_min, replayed
-        self._made: dict[tuple[int, int, int, bool], Control] = {}
+        self._made: dict[tuple[int, int, int, bool, int], Control] = {}
 
-    def control(self, sequences: int, k: int, max_lookup: int = 0, masked: bool = False) -> Control:
+    def control(self, sequences: int, k: int, max_lookup: int = 0, masked: bool = False, tree: int = 0) -> Control:
         """Return the control of cycles of `sequences` sequences with at most k drafts, or max_lookup of a lookup.
 
-        masked: whether a sequence has a grammar. Equal arguments return the same object. The control is Fixed if not
-        adaptive, or if k and max_lookup are 0. On a GPU adaptive cycles of several sequences have at most MOST_ON_GPU
-        drafts.
+        masked: whether a sequence has a grammar. tree: maximum rows of each sequence's tree, 0 for none. Equal
+        arguments return the same object. The control is Fixed if not adaptive, or if k and max_lookup are 0. On a GPU
+        adaptive cycles of several sequences have at most MOST_ON_GPU drafts, and trees of MAX_ROWS rows of all.
         """
         if self.adaptive:
             k, max_lookup = (min(each, most_together(sequences)) for each in (k, max_lookup))
-        key = sequences, k, max_lookup, masked
+            tree = min(tree, MAX_ROWS // sequences) if mx.default_device() != mx.cpu else tree
+        key = sequences, k, max_lookup, masked, tree
         if key not in self._made:
             how: dict[str, Any] = {"max_lookup": max_lookup, "p_min": self.p_min, "names": names_of(self.model)}
-            adaptive = self.adaptive and (k or max_lookup)
-            made = self._controller(sequences, k, {**how, "masked": masked}) if adaptive else Fixed(k, **how)
+            nodes = max(0, tree - 1)
+            if self.adaptive and (k or max_lookup):
+                made = self._controller(sequences, k, {**how, "masked": masked, "trees": trees_of(self.model, nodes)})
+            else:
+                made = Fixed(k, **how, nodes=fixed_nodes(self.model, nodes))
             self._made[key] = made
         return self._made[key]
 
@@ -85,6 +89,7 @@ def outcome(flight: Flight, seconds: float | None) -> Cycle:
     """Return the outcome of a cycle that was read, whose counts are means over its sequences, with its `seconds`."""
     kept, verified = flight.kept, flight.run.verified
     mean = sum(counts.accepted for counts in kept) / len(kept)
-    shares = by_depth(kept, verified) if len(flight.rows) > 1 or flight.masks else {}
+    several = not flight.plan.tree and (len(flight.rows) > 1 or flight.masks)
+    shares = by_depth(kept, verified) if several else {"nodes": flight.nodes}
     how: Any = {"matched": flight.matched, "context": flight.context, **shares}
     return Cycle(flight.plan, verified, mean, seconds, flight.prefilled, **how)

@@ -233,8 +233,10 @@ class Driver:
         for row, sequence in enumerate(flight.rows):
             if sequence is None or sequence.finished:
                 continue
-            tokens, accepted, _ = values[row]
+            tokens, accepted, nodes = values[row]
             flight.kept.append(counts := flight.counts(row, accepted, verified))
+            if nodes and counts.most:
+                flight.nodes.append(nodes)
             count, stats = sequence.append(tokens), sequence.stats
             stats.count_cycle(
                 counts.most, accepted, flight.plan.source, counts.forced, flight.drafter, tree=flight.plan.tree

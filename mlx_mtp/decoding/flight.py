@@ -1,11 +1,12 @@
 """Hold one cycle of one or several sequences, from its plan until its tokens are read."""
 
+from collections.abc import Sequence as PySequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 
-from ..tuning.plan import Accepted, Plan
+from ..tuning.plan import Accepted, Node, Plan
 from .accept import Passed
 from .cycle_masks import CycleMasks
 from .drafters.drafter import Drafter, Frame
@@ -32,7 +33,8 @@ class Flight:
     submit:  base: position of the first row of a lone sequence. after: mark of the step cache after it, in a pool
              from `build` on. failed: MLX could not evaluate it.
     read:    was_read. context: position of the longest sequence's first row. kept: of each unfinished sequence.
-             seconds: None if not measured. why_late: why the next cycle is built late; None if not; "": the first.
+             nodes: of a tree, for each of these that may accept drafts. seconds: None if not measured. why_late: why
+             the next cycle is built late; None if not; "": the first.
     """
 
     rows: SequenceRows
@@ -59,6 +61,7 @@ class Flight:
     was_read: bool = False
     context: int = field(init=False)
     kept: list[Accepted] = field(default_factory=list)
+    nodes: list[PySequence[Node]] = field(default_factory=list)
     seconds: float | None = None
     why_late: str | None = None
 
@@ -68,11 +71,14 @@ class Flight:
         return [sequence for sequence in self.rows if sequence and not sequence.finished]
 
     def accepts(self, row: int, verified: int) -> int:
-        """Return the number of drafts that the sequence of a row may accept of those verified; -1 for a free slot."""
+        """Return the number of drafts that the sequence of a row may accept of those verified; -1 for a free slot.
+
+        A sequence whose drafts are off accepts none; of a tree any path of its `Sequence.tree` rows may be accepted.
+        """
         if (sequence := self.rows[row]) is None:
             return -1
         most = self.forced[row] if self.forced else self.drafter.limit(sequence) if self.drafter else 0
-        return min(verified if self.plan.tree and most else most, verified)
+        return min(max(most, sequence.tree - 1) if self.plan.tree and most else most, verified)
 
     def counts(self, row: int, accepted: int, verified: int) -> Accepted:
         """Return the counts of a row's drafts, of which `verified` were verified and `accepted` were accepted."""

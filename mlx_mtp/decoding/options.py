@@ -37,14 +37,18 @@ pictures: the `Picture`s of `model.vision.picture` whose `tokens` are in the pro
     prompt cache has read may be left out.
 stop_tokens: token ids that end the generation, and are yielded; for text, the tokenizer's own are added.
 num_draft_tokens: maximum number of tokens that the heads or drafter draft per cycle; 0 is plain decoding, None one
-    per head, two with a recycled head or a small model, up to 15 with a block drafter. This and the next six options
-    change the speed, never the text.
+    per head, two with a recycled head or a small model, up to 15 with a block drafter. This and the next seven
+    options change the speed, never the text.
 adaptive: choose the number of drafts, also none, by measured costs and acceptance (the default); False: always
     num_draft_tokens.
 draft_p_min: do not verify the first draft with a smaller probability, by the head, nor the drafts after it. Such a
     cycle waits once more. With `adaptive` only where that is faster. 0: verify all drafts.
 prompt_lookup: draft up to 15 tokens that followed an earlier copy of the last ones. None: where that is faster,
     with `adaptive`.
+tree: maximum rows of a pass whose drafts are a tree, the newest token's included: 2 to 16; 0: chains only. A tree
+    may have more drafts than num_draft_tokens. None: 16 with `adaptive`, where that is faster, else 0; if given
+    without `adaptive`, all drafts of the drafter are such trees. Without effect where trees cannot be verified: with
+    a grammar, with logits_processors, or with a drafter or model that excludes them.
 grammar_drafts: maximum number of tokens that the grammar forces, that repeat earlier choices of the answer, or that
     keep the style of its separators, which are drafted per cycle. None: 15, but 0 with num_draft_tokens=0.
 compile_cycles: record cycles of equal shapes and replay them. None: on a GPU, unless a trial finds that slower.

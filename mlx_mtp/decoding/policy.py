@@ -2,11 +2,13 @@
 
 import mlx.core as mx
 
-from ..cache.arrays import rereads
+from ..cache.arrays import StateCache, rereads
+from ..cache.convolution import ConvolutionCache
 from ..cache.prompt_cache import PromptCache
 from ..cache.ring import MAX_ROWS
 from ..grammar import Matcher
 from ..layers.experts import expert_counts
+from ..layers.made import Plain
 from ..layers.target import Target
 from ..tuning.controller import Controller
 from ..tuning.cost_file import RememberedCosts, shapes_of
@@ -14,7 +16,7 @@ from ..tuning.costs import Costs, Growth, dense, mixture
 from ..tuning.lane import LANE_LINE
 from ..tuning.plan import Fixed
 from ..tuning.replay_choice import CompileChoice
-from .drafters import GRAMMAR_DRAFTS, drafter_of, names_of
+from .drafters import GRAMMAR_DRAFTS, drafter_of, drafters_of, names_of
 from .replay import Compiled, Recorder
 from .sampling import Picker
 
@@ -45,6 +47,34 @@ def forced_drafts(cache: PromptCache, *, plain: bool, asked: int | None) -> int:
     if type(asked) is not int or not 0 <= asked <= most:
         raise ValueError(f"grammar_drafts={asked}: allowed is 0 to {most}, or None")
     return asked
+
+
+def tree_rows(cache: PromptCache, picker: Picker, k: int, *, grammar: bool, adaptive: bool, asked: int | None) -> int:
+    """Return the maximum rows of a sequence's trees, 0 for none. k: the drafter's maximum. asked: the option `tree`.
+
+    None means MAX_ROWS with adaptive drafting. There are none with a grammar or a caller's processors, whose rows
+    must be those of one path, nor if no drafter has trees or the model cannot verify them.
+    """
+    if not k or grammar or picker.callers or cache.is_mlx_lm:
+        return 0
+    rows = asked if asked is not None else MAX_ROWS if adaptive else 0
+    return rows if rows and tree_sources(cache.model) and not tree_reason(cache.model) else 0
+
+
+def tree_reason(model: Target) -> str | None:
+    """Return why a model cannot verify trees of drafts; None if it can."""
+    kinds = {getattr(kind, "func", kind) for kind in model.windows()}
+    if isinstance(model, Plain):
+        return "the positions of its rows are set by mlx-lm's code"
+    if StateCache in kinds:
+        return "it reads rows again after a rejected draft"
+    return "its convolutions are mlx-lm's" if ConvolutionCache in kinds else None
+
+
+def tree_sources(model: Target) -> frozenset[str]:
+    """Return the names in plans of a model's drafters that can draft trees; prompt lookup is among the drafters."""
+    drafters = drafters_of(model, LOOKUP_DRAFTS).items()
+    return frozenset(source for source, drafter in drafters if drafter.trees)
 
 
 class Learned:
@@ -100,6 +130,7 @@ def control_for(
     *,
     adaptive: bool,
     p_min: bool,
+    tree: int = 0,
     compiled: Compiled | None = None,
     matcher: Matcher | None = None,
 ) -> Controller | Fixed:
@@ -107,16 +138,30 @@ def control_for(
 
     The control adapts the number to measured costs, which begin with those stored for built or replayed cycles. It is
     Fixed without `adaptive`, or if both maxima and that of the matcher's drafts are 0. p_min: whether draft_p_min is
-    above 0. compiled: as of `compiled_for`.
+    above 0. tree: maximum rows of trees, 0 for none. compiled: as of `compiled_for`.
     """
-    k, max_lookup = (min(each, model.runtime.most_drafts()) for each in (k, max_lookup))
+    k, max_lookup, nodes = (min(each, model.runtime.most_drafts()) for each in (k, max_lookup, max(0, tree - 1)))
     if adaptive and (k or max_lookup or (matcher and matcher.most)):
         costs = learned(model)
         known, others = costs.recall(replayed=_replayed(compiled)), others_of(model, k)
         how = {"names": names_of(model), "others": others, "growth": costs.growth, "masked": matcher is not None}
-        how["rereads"] = rereads(model)
+        how |= {"rereads": rereads(model), "trees": trees_of(model, nodes)}
         return Controller(max_drafts=k, max_lookup=max_lookup, p_min=p_min, known=known, **how)
-    return Fixed(k, max_lookup=max_lookup, p_min=p_min, names=names_of(model))
+    return Fixed(k, max_lookup=max_lookup, p_min=p_min, names=names_of(model), nodes=fixed_nodes(model, nodes))
+
+
+def trees_of(model: Target, nodes: int) -> dict[str, int]:
+    """Return the names of a model's drafters in plans, each with the maximum drafts of its trees, `nodes`.
+
+    Without names of drafters that have no trees; {} for nodes = 0.
+    """
+    return dict.fromkeys(tree_sources(model), nodes) if nodes else {}
+
+
+def fixed_nodes(model: Target, nodes: int) -> int:
+    """Return the drafts of a tree in each cycle without adaptive drafting; 0 if the model's drafter has no trees."""
+    drafter = drafter_of(model) if nodes else None
+    return nodes if drafter and drafter.trees else 0
 
 
 def others_of(model: Target, k: int) -> dict[str, int]:

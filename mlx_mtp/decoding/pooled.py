@@ -93,7 +93,9 @@ class Pooled(Seating):
         limit = self.model.runtime.most_drafts(self._rows_for(active))
         most, longest = (min(limit, max(each)) for each in zip(*((s.k, s.max_lookup) for s in active), strict=True))
         masked = any(s.picker.matcher for s in active)
-        control = self.controls(len(active), most, longest, *([True] if masked else []))
+        barred = masked or any(s.picker.callers for s in active)
+        tree = 0 if barred else min(limit + 1, max(s.tree for s in active))
+        control = self.controls(len(active), most, longest, *([masked, tree] if tree else [True] if masked else []))
         matched = max((s.history.matched() for s in active if s.max_lookup), default=0)
         return control, control.plan(matched, self._unread_rows(active)), matched
 

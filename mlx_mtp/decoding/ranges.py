@@ -6,7 +6,7 @@ from sys import float_info
 from ..cache.kinds import LAYOUT, MOST_POSITIONS
 from ..cache.ring import MAX_ROWS
 from ..grammar import Constraint, Grammar
-from ..machine.ranges import COUNT, FLAG, PART, SWITCH, Allowed, Functions, InstanceOf, Range, Tokens
+from ..machine.ranges import COUNT, FLAG, PART, SWITCH, Allowed, Functions, InstanceOf, IntegerChoice, Range, Tokens
 from .stats import Stats
 
 TEMPERATURE = Range("0 or more, as a finite float", 0, float_info.max, False)
@@ -16,6 +16,7 @@ OPTIONS: Mapping[str, Allowed] = {
     "seed": Range("0 to 2**63 - 1, as an integer", 0, 2**63 - 1, optional=True),
     "draft_p_min": PART,
     "grammar_drafts": Range(f"0 to {MAX_ROWS - 1}, or None", 0, MAX_ROWS - 1, optional=True),
+    "tree": IntegerChoice(f"0, 2 to {MAX_ROWS}, or None", (0, *range(2, MAX_ROWS + 1))),
     "max_context": COUNT._replace(optional=True),
     **LAYOUT,
     **dict.fromkeys(("adaptive", "check_memory", "logprobs", "verbose"), FLAG),

@@ -11,7 +11,7 @@ from ..grammar import Constraint
 from ..layers.target import Target
 from ..tuning.kernel_fallback import run_first
 from .history import TokenHistory
-from .policy import forced_drafts, lookup_drafts
+from .policy import forced_drafts, lookup_drafts, tree_rows
 from .prefill import evaluated, first_run, without_refused
 from .run import Run
 from .sampling import Picker
@@ -25,7 +25,8 @@ class Sequence:
     """One sequence of a driver; it is a `Member` of its steps.
 
     stops: the stop sequences that end it. remaining: maximum number of further tokens, negative for no limit.
-    k, max_lookup: maximum drafts per cycle, of the drafter and of prompt lookup. uid: its number in a batch. longest:
+    k, max_lookup: maximum drafts per cycle, of the drafter and of prompt lookup. tree: maximum rows of a pass whose
+    drafts are a tree, 0 for none. uid: its number in a batch. longest:
     maximum length of its cache, if it is limited; without a limit of tokens one more than the prompt's.
     history: all its tokens, empty before the first new one. base, next_base: position of its first row in the newest
     run, and in the next one. slot: index in a pool. finished: no more of its tokens are returned. reason: why it has
@@ -42,6 +43,7 @@ class Sequence:
     stats: Stats
     longest: int
     uid: int
+    tree: int = 0
     history: TokenHistory = field(default_factory=TokenHistory)
     base: int = field(init=False)
     next_base: int = field(init=False)
@@ -53,6 +55,11 @@ class Sequence:
     @property
     def all_tokens(self) -> list[int]:
         return self.history.exact()
+
+    @property
+    def most_drafts(self) -> int:
+        """Maximum number of drafts of a cycle, of any source."""
+        return max(self.k, self.max_lookup, self.most_forced, self.tree - 1)
 
     @property
     def most_forced(self) -> int:
@@ -87,6 +94,7 @@ class Asked(NamedTuple):
     adaptive: bool
     prompt_lookup: bool | None
     grammar_drafts: int | None
+    tree: int | None = None
 
 
 def new_sequence(
@@ -108,12 +116,13 @@ def new_sequence(
     picker: without the matcher of `grammar`. k: maximum drafts of the drafter. uid, longest: fields of `Sequence`.
     Raises ValueError for drafts that the cache excludes.
     """
+    tree = tree_rows(cache, picker, k, grammar=grammar is not None, adaptive=asked.adaptive, asked=asked.tree)
     lookup = lookup_drafts(cache, k, plain=asked.plain, adaptive=asked.adaptive, asked=asked.prompt_lookup)
     forced = forced_drafts(cache, plain=asked.plain, asked=asked.grammar_drafts)
     picker.matcher = grammar.matcher(cache.offset + prompt, forced, stats) if grammar else None
     stats.expect(k, prompt, max_tokens)
     stops = stops if isinstance(stops, StopSequences) else StopSequences(stops)
-    return Sequence(cache, picker, stops.matcher(), max_tokens, k, lookup, stats, longest, uid)
+    return Sequence(cache, picker, stops.matcher(), max_tokens, k, lookup, stats, longest, uid, tree)
 
 
 def first_tokens(model: Target, sequence: Sequence, hidden: mx.array) -> tuple[Run, list[int]]:

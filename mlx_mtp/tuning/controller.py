@@ -23,11 +23,13 @@ from .costs import (
     accepted_shares,
     dense,
 )
-from .plan import NAMES, PLAIN, SHORTEST, Cycle, Plan, PlanEstimate, Role, ladder
+from .plan import NAMES, PLAIN, SHORTEST, Cycle, Plan, PlanEstimate, Role, ladder, tree_ladder
+from .tree_counts import calibrations, ranks, tree_chances
 
 EARNED = 0.013  # plain steps that each plain step adds to the budget
 PRIOR_FORCED = 0.95  # the same of a grammar's drafts
 UNLIKELY, FORGET = 0.01, 0.3  # probability of misses that show a change, and the factor of the counts before them
+PLAIN_STEP = PlanEstimate(PLAIN, 1.0, 1.0)
 DRAFT_BONUS, PLAIN_BONUS = 0.25, 0.7  # shares of the rate that are added without measurements
 
 
@@ -36,10 +38,11 @@ class Controller:
 
     max_drafts, max_lookup: maximum drafts of the model's drafter and of prompt lookup, 0 for none. others: those of
     other names of the same drafter, which must read the same pending rows first. p_min: whether to try plans that
-    read the drafter's confidence. masked: whether to try plans that mask all drafts by a grammar. known: costs
-    measured in earlier sequences; they are copied. names: the drafters' names in plans. growth: how the cost of a
-    cycle grows with its drafts, for lengths that were not measured. rereads: after a rejected draft the accepted rows
-    are read again, at the cost of reading all rows.
+    read the drafter's confidence. trees: by source the maximum drafts of a tree, for sources that have such plans.
+    masked: whether to try plans that mask all drafts by a grammar. known: costs measured in earlier sequences; they
+    are copied. names: the drafters' names in plans. growth: how the cost of a cycle grows with its drafts, for
+    lengths that were not measured. rereads: after a rejected draft the accepted rows are read again, at the cost of
+    reading all rows.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Controller:
         max_drafts: int,
         max_lookup: int = 0,
         p_min: bool = False,
+        trees: Mapping[str, int] = MappingProxyType({}),
         masked: bool = False,
         known: Costs | None = None,
         names: Mapping[Role, str] = MappingProxyType(NAMES),
@@ -61,6 +65,13 @@ class Controller:
         most = {source: max_drafts, **others}
         self.own = {name: [Plan(name, k) for k in ladder(longest)] for name, longest in most.items() if longest}
         self.stepwise = [Plan(source, k, stepwise=True) for k in ladder(max_drafts) if k > 1 and masked]
+        self.trees = {
+            name: [Plan(name, k, tree=True) for k in tree_ladder(longest)]
+            for name, longest in trees.items()
+            if longest > 1 and (name in self.own or (max_lookup and name == names[Role.COPY]))
+        }
+        self.kinds = {*self.own, *(Plan(name, tree=True).kind for name in self.trees.keys() & self.own.keys())}
+        self._best_of_trees: tuple[PlanEstimate, PlanEstimate] | None = None  # the best one, and the best other plan
         self.lookups = [Plan(names[Role.COPY], k) for k in sorted({3, 7, max_lookup}) if 0 < k <= max_lookup]
         self.confident = {name: Plan(name, plans[-1].k, p_min=True) for name, plans in self.own.items() if p_min}
         self.paused = ""  # why the last planned cycle does not draft; empty if it drafts, cannot draft or measures
@@ -81,11 +92,14 @@ class Controller:
         """
         costs, spare = self.costs, self.costs.budget - self._risk
         self._spare, self._measures = spare, costs.plain_first > 0
-        best = plain = PlanEstimate(PLAIN, 1.0, 1.0)
-        self.paused = ""
+        best = plain = PLAIN_STEP
+        self.paused, self._best_of_trees = "", None
         if not costs.plain_first and (choices := self._choices(matched, pending)):
             best = max((plain, *(c for c in choices if c.risk <= spare)), key=self._score)
             hope = max(choices, key=lambda c: c.rate)
+            if self.trees and (trees := [c for c in choices if c.plan.tree]):
+                others = (c for c in choices if not c.plan.tree)
+                self._best_of_trees = max(trees, key=lambda c: c.rate), max((plain, *others), key=lambda c: c.rate)
             kind = self.kind_of(hope.plan, matched)
             if hope.rate < 1 and hope.risk <= spare and costs.retry_at.get(kind, 0.0) <= costs.elapsed:
                 best = hope
@@ -94,8 +108,16 @@ class Controller:
             self.paused = "" if best is not plain else str(hope) if hope.rate < 1 else risky
             best = self._retried(best, choices, spare)
         costs.plain_first = max(0, costs.plain_first - 1)
-        self._risk, self._kind = best.risk, self.kind_of(best.plan, matched)
+        self._risk, self._kind, self._planned = best.risk, self.kind_of(best.plan, matched), best
         return best.plan
+
+    @property
+    def trees_paused(self) -> str:
+        """Why the last plan was not chosen among trees: none has the best rate; "" if one has, or without trees."""
+        tree, other = self._best_of_trees or (PLAIN_STEP, PLAIN_STEP)
+        if tree.rate >= other.rate or not any(plan.tree for plan in self.costs.levels):
+            return ""
+        return f"trees do not pay: one {tree}, other drafts gain {other.rate:.2f} tokens per step"
 
     def _why_risky(self, hope: PlanEstimate) -> str:
         """Return why a choice is not taken that may lose more plain steps than the budget."""
@@ -111,7 +133,10 @@ class Controller:
         if self._measures:
             return planned
         choices = [self._after_forced(Plan(self.names[Role.GRAMMAR], k), forced) for k in ladder(max(forced))]
-        now = self._after_forced(planned, forced) if planned.k else PlanEstimate(PLAIN, 1.0, 1.0)
+        if planned.tree:
+            now = self._planned._replace(plan=planned)
+        else:
+            now = self._after_forced(planned, forced) if planned.k else PLAIN_STEP
         best = max((now, *(c for c in choices if c.risk <= self._spare)), key=self._score)
         self._risk, self.paused = best.risk, "" if best.plan.k else self.paused
         return best.plan
@@ -131,24 +156,38 @@ class Controller:
         if plan.p_min:
             costs.weights[plan] = costs.weights.get(plan, 0.0) + 1
             self._count(plan.kind, (cycle.accepted + 1.0, steps))
+        elif plan.tree:
+            self._count_trees(cycle)
         elif plan.k:
             reached = range(int(min(cycle.accepted + 1, cycle.verified)))
             depths = cycle.depths or [(float(depth < cycle.accepted), 1.0) for depth in reached]
             self._count(self.kind_of(plan, cycle.matched), *depths)
             if any(seen for _, seen in cycle.forced):
                 self._count(self.names[Role.GRAMMAR], *cycle.forced)
-            if len(self.own) > 1 and plan.source in self.own and cycle.verified:
+            if len(self.kinds) > 1 and plan.source in self.own and cycle.verified:
                 self._compete(plan, *depths[0])
 
-    def _compete(self, plan: Plan, right: float, seen: float) -> None:
-        """Lower the weight of acceptance counts after a cycle with drafts of one of several own sources.
+    def _count_trees(self, cycle: Cycle) -> None:
+        """Count the nodes of a cycle's trees, if any sequence could accept them."""
+        if not cycle.nodes:
+            return
+        plan, classes = cycle.plan, f"nodes {cycle.plan.source}"
+        self._count(classes, *calibrations(cycle.nodes))
+        self._count(self.kind_of(plan, cycle.matched), *ranks(cycle.nodes, self.costs.counts[classes]))
+        if plan.source in self.own:
+            first = sum(any(node.kept for node in nodes) for nodes in cycle.nodes) / len(cycle.nodes)
+            self._compete(plan, first, 1.0)
 
-        plan: of the cycle. Counts of the other sources decay, so that these are tried again. Those of the plan's kind
-        are reduced if its last cycles, in a row, did not accept the first own draft, and the counts make that less
-        probable than UNLIKELY. right, seen: shares of the sequences whose first own draft was accepted, and of those
-        where it could be: it could not after a wrong forced draft. With seen = 0 only the others' counts change.
+    def _compete(self, plan: Plan, right: float, seen: float) -> None:
+        """Lower the weight of acceptance counts after a cycle with drafts of one of several own kinds.
+
+        plan: of the cycle. Counts of the other kinds, sources and their trees, decay, so that these are tried again.
+        Those of the plan's kind are reduced if its last cycles, in a row, did not accept the first own draft, and the
+        counts make that less probable than UNLIKELY. right, seen: shares of the sequences whose first own draft was
+        accepted, and of those where it could be: it could not after a wrong forced draft. With seen = 0 only the
+        others' counts change.
         """
-        for other in self.own.keys() - {plan.source}:
+        for other in self.kinds - {plan.kind if plan.tree else plan.source}:
             self._count(other)
         if not seen:
             return
@@ -159,7 +198,7 @@ class Controller:
 
     def kind_of(self, plan: Plan, matched: int) -> str:
         """Return the name under which acceptance of a plan's drafts is counted. matched: as in `plan`."""
-        return f"{plan.source} {min(matched, 16).bit_length()}" if plan.source == self.names[Role.COPY] else plan.kind
+        return f"{plan.kind} {min(matched, 16).bit_length()}" if plan.source == self.names[Role.COPY] else plan.kind
 
     def _score(self, choice: PlanEstimate) -> float:
         bonus = DRAFT_BONUS if choice.plan.k and not choice.plan.p_min else PLAIN_BONUS
@@ -172,7 +211,7 @@ class Controller:
         plain step or a lookup, nor while `spare`, what is left of the budget, is below half of ALLOWANCE.
         """
         costs, sources = self.costs, self.own.keys() - {best.plan.source}
-        others = [c for c in choices if c.plan.source in sources and c.risk <= spare]
+        others = [c for c in choices if c.plan.source in sources and not c.plan.tree and c.risk <= spare]
         if not best.plan.k or best.plan.source not in self.own or not others or spare < ALLOWANCE / 2:
             return best
         other = max(others, key=lambda c: (c.plan.k, c.rate))
@@ -198,8 +237,14 @@ class Controller:
                 choices.append(PlanEstimate(sure, rate * like.steps, like.steps, rows))
         longest = max(1, 2 * max(p.k for p in costs.levels))  # at most twice the longest measured plan
         choices = [c for c in choices if c.plan.k <= longest or (c.plan.p_min and longest > 2)]
+        for source in self.trees.keys() & self.own.keys():
+            trees = self._expect_trees(source, self.own[source], self.trees[source], rows)
+            choices += [c for c in trees if c.plan.k <= longest + 1]  # 3, 7, 15: twice the rows
         if matched >= SHORTEST and self.lookups:
-            copied = self._expect(self.kind_of(self.lookups[0], matched), self.lookups)
+            kind = self.kind_of(self.lookups[0], matched)
+            copied = self._expect(kind, self.lookups)
+            if trees := self.trees.get(self.names[Role.COPY]):
+                copied += self._expect_trees(kind, self.lookups, trees)
             choices += [c for c in copied if c.plan.k <= max(3, longest + 1)]  # 3, 7, 15: twice the rows
         return choices
 
@@ -211,6 +256,14 @@ class Controller:
         """
         rates = self._rates(kind, plans[-1].k) if plans else []
         return [self._estimate(plan, rates[: plan.k], rows) for plan in plans]
+
+    def _expect_trees(
+        self, kind: str, chains: list[Plan], trees: list[Plan], rows: float = 0.0
+    ) -> list[PlanEstimate]:
+        """Return an estimate of each tree, as `_expect`. kind, chains: of the chains of the same drafter."""
+        counts, chain = self.costs.counts.get(f"tree {kind}", []), self._rates(kind, chains[-1].k)
+        reached = [*accumulate(tree_chances(counts, chain, trees[-1].k), initial=1.0)]
+        return [PlanEstimate(plan, reached[plan.k], self.costs.steps(plan), rows) for plan in trees]
 
     def _estimate(self, plan: Plan, rates: Sequence[float], rows: float = 0.0) -> PlanEstimate:
         """Return an estimate of a plan whose drafts are accepted at these rates."""

@@ -55,6 +55,15 @@ def accepted_shares(counts: Iterable[Sequence[float]], depths: int, prior: float
     return shares
 
 
+def _distance(near: Plan, plan: Plan) -> tuple[bool, bool, bool, bool, int, bool]:
+    """Return how unlike two plans are, the first difference first: the most alike measured one gives a plan's cost.
+
+    A tree's cost is that of a chain with as many drafts until it is measured; a chain's is never a tree's.
+    """
+    other, foreign = near.source != plan.source, near.tree and not plan.tree
+    return not near.k, other, foreign, near.stepwise != plan.stepwise, abs(near.k - plan.k), near.tree != plan.tree
+
+
 class Costs:
     """Measured costs of plans, counts of accepted drafts, and the budget of drafting, across sequences."""
 
@@ -84,8 +93,7 @@ class Costs:
         """Estimate the cost of a plan's cycle in plain steps; more than 1 with drafts."""
         if not plan.k:
             return 1.0
-        source, stepwise, k = plan.source, plan.stepwise, plan.k
-        near = min(self.levels, key=lambda p: (not p.k, p.source != source, p.stepwise != stepwise, abs(p.k - k)))
+        near = min(self.levels, key=lambda p: _distance(p, plan))
         near_steps = self._excess(near) if near.k else DRAFT_STEPS
         share = self.growth(plan.k) / self.growth(near.k or 1)
         return 1 + max(near_steps * share, ROW_STEPS)

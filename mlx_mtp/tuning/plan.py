@@ -40,6 +40,8 @@ class Plan:
     @property
     def kind(self) -> str:
         """The name under which acceptance is counted; that of copies also depends on the length of the match."""
+        if self.tree:
+            return f"tree {self.source}"
         return f"confident {self.source}" if self.p_min else "stepwise" if self.stepwise else self.source
 
 
@@ -71,6 +73,15 @@ class PlanEstimate(NamedTuple):
         return self.steps + self.rows + self.spared - 1
 
 
+class Node(NamedTuple):
+    """A verified draft of a tree: its depth from 1 on, the drafter's probability of the path to it, and whether the
+    whole path was right."""
+
+    depth: int
+    probability: float
+    kept: bool
+
+
 @dataclass(frozen=True)
 class Cycle:
     """The outcome of one cycle.
@@ -80,7 +91,8 @@ class Cycle:
     read first, which `seconds` includes. matched: as passed to `Controller.plan`. depths: per depth the share of
     sequences whose draft was accepted, and that of those that could accept it, because their earlier drafts all were;
     () means those of one sequence with `accepted`. forced: the same of a drafter's first drafts that grammars force;
-    `depths` begins behind these. context: positions before it, in a batch of the longest sequence.
+    `depths` begins behind these. context: positions before it, in a batch of the longest sequence. nodes: of a tree,
+    for each sequence that may accept drafts its `verified` drafts in the order of rows; () for a chain.
     """
 
     plan: Plan
@@ -92,15 +104,7 @@ class Cycle:
     depths: tuple[tuple[float, float], ...] = ()
     forced: tuple[tuple[float, float], ...] = ()
     context: int = 0
-
-
-class Node(NamedTuple):
-    """A verified draft of a tree: its depth from 1 on, the drafter's probability of the path to it, and whether the
-    whole path was right."""
-
-    depth: int
-    probability: float
-    kept: bool
+    nodes: Sequence[Sequence[Node]] = ()
 
 
 class Accepted(NamedTuple):
@@ -135,17 +139,26 @@ class Fixed:
     """A control that plans k drafts of the model's drafter in each cycle, and ignores outcomes.
 
     With max_lookup above 0 it plans max_lookup drafts of prompt lookup where SHORTEST or more tokens match. p_min:
-    whether plans of the model's drafter read its confidence. names: the drafters' names in plans.
+    whether plans of the model's drafter read its confidence. names: the drafters' names in plans. nodes: if above 0,
+    its drafts are a tree of that number instead.
     """
 
     def __init__(
-        self, k: int, *, max_lookup: int = 0, p_min: bool = False, names: Mapping[Role, str] = MappingProxyType(NAMES)
+        self,
+        k: int,
+        *,
+        max_lookup: int = 0,
+        p_min: bool = False,
+        names: Mapping[Role, str] = MappingProxyType(NAMES),
+        nodes: int = 0,
     ):
-        self.k, self.max_lookup, self.p_min, self.names = k, max_lookup, p_min, names
+        self.k, self.max_lookup, self.p_min, self.names, self.nodes = k, max_lookup, p_min, names, nodes
 
     def plan(self, matched: int = 0, pending: int = 0) -> Plan:
         if self.max_lookup and matched >= SHORTEST:
             return Plan(self.names[Role.COPY], self.max_lookup)
+        if self.nodes:
+            return Plan(self.names[Role.MODEL], self.nodes, tree=True)
         return Plan(self.names[Role.MODEL], self.k, self.p_min and self.k > 0)
 
     def observe(self, cycle: Cycle) -> None:
@@ -159,3 +172,11 @@ def ladder(longest: int) -> list[int]:
     the best of all lengths.
     """
     return [*(k for k in (1, 2, 3, 5, 7, 11) if k < longest), longest] if longest else []
+
+
+def tree_ladder(most: int) -> list[int]:
+    """Return the numbers of drafts of trees to try, up to `most`: 3, 7, 11, 15, or `most` itself; [] below 2.
+
+    With the newest token they are 4, 8, 12 and 16 rows.
+    """
+    return [*(k for k in (3, 7, 11, 15) if k < most - 1), most] if most > 1 else []

@@ -76,8 +76,8 @@ def test_forced_drafts_are_the_plan_if_they_are_more_in_sum(k, forced, expected)
 def read(plan: Plan, verified: int, counts: list[tuple[int, int]], prefilled: int) -> Flight:
     """Return a cycle that was read, with the (accepted drafts, limit) of each sequence."""
     flight = Flight([None] * len(counts), plan, prefilled=prefilled)
-    flight.run, flight.kept = SimpleNamespace(size=1 + verified), [Accepted(*each) for each in counts]
-    flight.context = 0
+    flight.run, flight.context = SimpleNamespace(verified=verified), 0
+    flight.kept = [Accepted(*each) for each in counts]
     return flight
 
 

@@ -4,14 +4,16 @@ Whether the draft at depth j for position t is right depends only on (trace, t, 
 drafts. As in the real loop, a cycle is planned before the previous one is observed.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 import numpy as np
 
 from mlx_mtp.tuning.cost_file import from_json
 from mlx_mtp.tuning.costs import Costs
-from mlx_mtp.tuning.plan import Cycle, Fixed, Plan, ladder
+from mlx_mtp.tuning.plan import Cycle, Fixed, Node, Plan, ladder
 
 DEEPEST = 15
 
@@ -38,6 +40,16 @@ TABLES = {
     "Mac Studio, Q4_K_S": _table({1: 1, 2: 1.62, 3: 2.32, 4: 3.11}),
     "reference BLAS": _table({1: 1, 2: 1.54, 3: 2.14, 4: 2.68, 6: 3.95, 8: 4.95}),
     "OpenBLAS": _table({1: 1, 2: 1.09, 3: 1.25, 4: 1.3, 6: 1.52, 8: 1.76}),
+}
+# The same of chains and trees: both lanes on paper (docs/measurements.md), published times of MLX's own passes, a CPU.
+LANES = {
+    "M3 Ultra 27B, matrix": _table({1: 1, 4: 1.38, 8: 1.41, 16: 2.24}),
+    "M5 Max 27B, matrix": _table({1: 1, 4: 1.67, 8: 1.7, 16: 2.86}),
+    "M3 Ultra 27B, exact": _table({1: 1, 4: 1.29, 8: 2.55, 16: 4.73}),
+    "M5 Max 27B, exact": _table({1: 1, 4: 1.26, 8: 2.55, 16: 4.76}),
+    "published 27B": _table({1: 1, 2: 1.07, 4: 1.5, 8: 2.64, 16: 3.42}),
+    "CPU": _table({1: 1, 2: 1.3, 4: 1.7, 8: 2.7, 16: 5}),
+    "flat": TABLES["flat"],
 }
 # Probability per depth that a draft is right if all earlier ones are; the last holds for all further depths.
 HEADS = {
@@ -107,18 +119,23 @@ class Text:
 
     right: [positions, DEEPEST] bool, whether the heads' drafts are right. sure: the heads' confidence in them.
     matched: [positions] int, length of the match before a position. copied: [positions] bool, whether prompt lookup
-    drafts the right token there.
+    drafts the right token there. chances: [positions, DEEPEST, choices], the probabilities that the drafter states
+    for its choices at each depth, in descending order. choice: [positions, DEEPEST] int, which of them is right behind
+    right ones; the number of choices if none is. levels: maximum depth of trees.
     """
 
     right: np.ndarray
     sure: np.ndarray | None = None
     matched: np.ndarray | None = None
     copied: np.ndarray | None = None
+    chances: np.ndarray | None = None
+    choice: np.ndarray | None = None
+    levels: int = DEEPEST
 
 
 @dataclass
 class Outcome:
-    """The result of a run. steps: its time in plain steps. ks: (source, k) -> number of cycles."""
+    """The result of a run. steps: its time in plain steps. ks: (source, k) -> number of cycles, "tree" for trees."""
 
     tokens: int = 0
     steps: float = 0.0
@@ -165,33 +182,71 @@ def measured(plans: dict[Plan, float], times: int = 30) -> Costs:
 
 @dataclass
 class Comparison:
-    """Tokens per second over plain decoding and over the best fixed k, of all seeds together and of the worst."""
+    """Tokens per second over plain decoding, over the best fixed chain and over the best fixed plan, of all seeds.
+
+    worst_plain, worst_best: of the worst seed. k, tree: drafts of the best fixed plan, and whether they are a tree.
+    """
 
     plain: float
     best: float
     worst_plain: float
     worst_best: float
     k: int
+    chain: float
+    tree: bool
 
 
-def compare(machine: Machine, rates: np.ndarray, make: Callable, longest: int, tokens: int, seeds) -> Comparison:
-    """Run make() and every fixed k up to `longest` on the same sequences."""
-    ours, fixed = [], [[] for _ in range(longest + 1)]
-    for seed in seeds:
-        words = text(rates, seed)
-        ours.append(replay(machine, words, make(), tokens, seed).steps)
-        for k in range(longest + 1):
-            fixed[k].append(replay(machine, words, Fixed(k), tokens, seed).steps)
-    mine, others = np.array(ours), np.array(fixed)
-    k = int(others.sum(axis=1).argmin())
-    plain, best = others[0] / mine, others[k] / mine
-    total = others.sum(axis=1) / mine.sum()
-    return Comparison(float(total[0]), float(total[k]), float(plain.min()), float(best.min()), k)
+def compare(
+    machine: Machine,
+    rates: np.ndarray,
+    make: Callable,
+    longest: int,
+    tokens: int,
+    seeds,
+    trees: Sequence[int] = (),
+    words: Callable[[np.ndarray, int], Text] | None = None,
+) -> Comparison:
+    """Run make() and every fixed k up to `longest`, and fixed trees, on the same sequences, made by `words`."""
+    ours, fixed = [], [Fixed(k) for k in range(longest + 1)] + [Fixed(1, nodes=nodes) for nodes in trees]
+    others = np.zeros((len(fixed), len(seeds)))
+    for i, seed in enumerate(seeds):
+        made = (words or text)(rates, seed)
+        ours.append(replay(machine, made, make(), tokens, seed).steps)
+        others[:, i] = [replay(machine, made, each, tokens, seed).steps for each in fixed]
+    mine, sums = np.array(ours), others.sum(axis=1)
+    best, total = int(sums.argmin()), sums / np.sum(ours)
+    worst = [float((others[i] / mine).min()) for i in (0, best)]
+    chain = float(total[: longest + 1].min())
+    k, tree = (best, False) if best <= longest else (trees[best - longest - 1], True)
+    return Comparison(float(total[0]), float(total[best]), *worst, k, chain, tree)
 
 
 def text(rates: np.ndarray, seed: int) -> Text:
     """Return a random sequence. rates: [positions, DEEPEST], probability of a right draft after right ones."""
     return Text(np.random.default_rng(seed).random(rates.shape) < rates)
+
+
+def lattice(
+    rates: np.ndarray, seed: int, second: float = 0.5, stated: float = 1.0, spread: float = 1.5, levels: int = 6
+) -> Text:
+    """Return a random sequence with a drafter of four choices at each depth.
+
+    rates: as in `text`, on average of all positions: at each one the first choice's probability is drawn, from 0 or 1
+    with a spread near 0. second: share of the rest that the second choice has, and so on. stated: the drafter states
+    these probabilities to this power, normalized: above 1 it is too sure of itself. levels: of a tree.
+    """
+    draws = np.random.default_rng(seed)
+    mean = np.clip(rates, 1e-3, 1 - 1e-3)
+    each = [draws.beta(spread * mean, spread * (1 - mean))]
+    rest = 1 - each[0]
+    for _ in range(3):
+        each.append(np.minimum(second * rest, each[-1]))
+        rest = rest - each[-1]
+    chances = np.stack(each, axis=-1)
+    choice = (draws.random((*rates.shape, 1)) >= np.cumsum(chances, axis=-1)).sum(axis=-1)
+    shown = chances**stated
+    shown /= np.sum(shown, axis=-1, keepdims=True) + np.maximum(rest, 0)[..., None] ** stated
+    return Text(choice == 0, chances=shown, choice=choice, levels=levels)
 
 
 def replay(machine: Machine, text: Text, controller, tokens: int, seed: int, p_min: float = 0.7) -> Outcome:
@@ -207,20 +262,23 @@ def replay(machine: Machine, text: Text, controller, tokens: int, seed: int, p_m
     matched = _matched(text, 0)
     plan = controller.plan(matched, backlog)
     for i in range(tokens):
-        verified, accepted = _verify(text, plan, pos, tokens, p_min)
+        verified, accepted, nodes = _verify(text, plan, pos, tokens, p_min)
         prefilled, backlog = (backlog, 0) if _drafts(plan) else (0, backlog + run)
         context = machine.context(pos / tokens)
-        steps = _cost(machine, plan, verified, prefilled) + machine.row_context * verified * context / 1024
+        depth = max((node.depth for node in nodes), default=plan.k)
+        steps = _cost(machine, plan, verified, prefilled, depth) + machine.row_context * verified * context / 1024
         steps *= noise[i] * machine.drift(pos / tokens, verified + 1)
-        shape = (plan.source, plan.k, verified)
+        shape = (plan.kind, plan.k, verified)
         steps *= 1 if shape in shapes else machine.slow_first
         steps += machine.pause[1] * (i == machine.pause[0])
         steps *= slow[int(outcome.steps) % len(slow)] * (1 if i else machine.begin)
         shapes.add(shape)
         outcome.steps += steps
-        outcome.ks[plan.source, plan.k] = outcome.ks.get((plan.source, plan.k), 0) + 1
+        kind = "tree" if plan.tree else plan.source
+        outcome.ks[kind, plan.k] = outcome.ks.get((kind, plan.k), 0) + 1
         seconds = None if missing[i] else steps * machine.second
-        cycle = Cycle(plan, verified, accepted, seconds, prefilled, matched, context=context)
+        trees = {"nodes": [nodes]} if plan.tree else {}
+        cycle = Cycle(plan, verified, accepted, seconds, prefilled, matched, context=context, **trees)
         matched = _matched(text, pos)  # the host has the tokens before this cycle
         following = controller.plan(matched, backlog)
         controller.observe(cycle)
@@ -250,17 +308,22 @@ def _drafts(plan: Plan) -> bool:
     return plan.source == "heads" and plan.k > 0
 
 
-def _cost(machine: Machine, plan: Plan, verified: int, prefilled: int) -> float:
+def _cost(machine: Machine, plan: Plan, verified: int, prefilled: int, depth: int) -> float:
+    """Return a cycle's plain steps; depth: of its drafts, each of which is a pass of the drafter."""
     steps = machine.verify(verified + 1)
     if _drafts(plan):
-        steps += machine.depth * plan.k + machine.row * prefilled + machine.resume * (prefilled > 0)
+        steps += machine.depth * depth + machine.row * prefilled + machine.resume * (prefilled > 0)
         steps += machine.read * plan.p_min
     return steps
 
 
-def _verify(text: Text, plan: Plan, pos: int, tokens: int, p_min: float) -> tuple[int, int]:
-    """Return the numbers of verified and of accepted drafts at a position."""
+def _verify(text: Text, plan: Plan, pos: int, tokens: int, p_min: float) -> tuple[int, int, list[Node]]:
+    """Return the numbers of verified and of accepted drafts at a position, and the nodes of a tree."""
     fitting = min(plan.k, tokens - pos - 1)
+    if plan.tree:
+        nodes = _tree(text, pos + 1, plan.k)
+        accepted = max((node.depth for node in nodes if node.kept), default=0)
+        return plan.k, min(accepted, tokens - pos - 1), nodes
     if plan.source == "lookup":
         hits = [bool(text.copied[pos + 1 + j]) for j in range(fitting)]
     else:
@@ -268,7 +331,28 @@ def _verify(text: Text, plan: Plan, pos: int, tokens: int, p_min: float) -> tupl
         if plan.p_min:
             sure = [bool(text.sure[pos + 1 + j, j] >= p_min) for j in range(fitting)]
             fitting = _leading(sure)
-    return fitting, _leading(hits[:fitting])
+    return fitting, _leading(hits[:fitting]), []
+
+
+def _tree(text: Text, pos: int, k: int) -> list[Node]:
+    """Return the k most probable paths of choices after a position, as the drafter states their probabilities.
+
+    Choices at a depth have the same probabilities behind any path.
+    """
+    queue: list[tuple[float, int, int, bool]] = [(0.0, 0, 0, True)]  # -log probability, order, depth, right so far
+    found, order = [], 0
+    while len(found) < k and queue:
+        cost, _, depth, right = heappop(queue)
+        if depth:
+            found.append(Node(depth, math.exp(-cost), right))
+        if depth < text.levels:
+            at = pos + depth, depth
+            for i, chance in enumerate(text.chances[at]):
+                order += 1
+                heappush(
+                    queue, (cost - math.log(max(chance, 1e-9)), order, depth + 1, right and text.choice[at] == i)
+                )
+    return found
 
 
 def _leading(flags: list[bool]) -> int:
