@@ -41,7 +41,7 @@ TABLES = {
     "reference BLAS": _table({1: 1, 2: 1.54, 3: 2.14, 4: 2.68, 6: 3.95, 8: 4.95}),
     "OpenBLAS": _table({1: 1, 2: 1.09, 3: 1.25, 4: 1.3, 6: 1.52, 8: 1.76}),
 }
-# The same of chains and trees: both lanes on paper (docs/measurements.md), published times of MLX's own passes, a CPU.
+# The same of chains and trees: both lanes on paper (docs/measurements.md), published times of stock MLX, and a CPU.
 LANES = {
     "M3 Ultra 27B, matrix": _table({1: 1, 4: 1.38, 8: 1.41, 16: 2.24}),
     "M5 Max 27B, matrix": _table({1: 1, 4: 1.67, 8: 1.7, 16: 2.86}),
@@ -120,7 +120,7 @@ class Text:
     right: [positions, DEEPEST] bool, whether the heads' drafts are right. sure: the heads' confidence in them.
     matched: [positions] int, length of the match before a position. copied: [positions] bool, whether prompt lookup
     drafts the right token there. chances: [positions, DEEPEST, choices], the probabilities that the drafter states
-    for its choices at each depth, in descending order. choice: [positions, DEEPEST] int, which of them is right behind
+    for its choices at each depth, in descending order. choice: [positions, DEEPEST] int, which one is right behind
     right ones; the number of choices if none is. levels: maximum depth of trees.
     """
 
