@@ -5,7 +5,6 @@ import random
 import families
 import pytest
 from fuzzing import count
-from mlx_lm.sample_utils import make_sampler
 from schedules import Case, Whims, alike, assert_as_alone, run
 from subjects import quantizable_model, subjects
 from sweep import SWEEP

@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.sample_utils import make_sampler
 from subjects import PROMPT, quantizable_model, subjects
-from sweep import SWEEP, sampled
+from sweep import sampled
 from tree_drafts import TreeDrafts, TreeHeads, TreeScript, assert_equal, decoded, drafted_by
 
 import mlx_mtp
