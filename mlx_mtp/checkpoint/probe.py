@@ -1,8 +1,8 @@
 """Show on the loaded weights that a model of mlx-lm's, of a family without a port, can draft.
 
 A few tokens are read into this package's caches as the decode loop reads them: at positions that the host counts, at
-positions on the device, also while a function is recorded, with rows that are taken back, in a pool and as a tree. The
-logits must equal those on mlx-lm's own caches.
+positions on the device, also while a function is recorded, with rows that are taken back, in a pool and as a tree.
+The logits must equal those on mlx-lm's own caches.
 """
 
 import math

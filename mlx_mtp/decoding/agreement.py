@@ -39,7 +39,8 @@ class Agreement:
         if self.ranks.rank == 0:
             plan = self.control.plan(history.matched(), pending_rows)
             source = self.sources.index(plan.source) if plan.k else 0
-            decision = [source, plan.k, plan.p_min + 2 * plan.stepwise, int(self.ranks.stopping)]
+            how = plan.p_min + 2 * plan.stepwise + 4 * plan.tree
+            decision = [source, plan.k, how, int(self.ranks.stopping)]
         tokens = history.tokens
         same = [len(tokens), zlib.crc32(tokens[-CHECKED:].tobytes()) >> 1]
         found = self.ranks.gather([*decision, *same, int(refused is not None)])
@@ -52,7 +53,8 @@ class Agreement:
             self._plans.clear()
             raise KernelRefused(refused.refusals if refused else [], voted=True)
         source, k, how, stopping, *_ = found[0]
-        self._plans.append(Plan(self.sources[source], k, how % 2 == 1, how > 1) if k else Plan())
+        flags = (how & bit > 0 for bit in (1, 2, 4))
+        self._plans.append(Plan(self.sources[source], k, *flags) if k else Plan())
         self.stopping = self.stopping or bool(stopping)
 
     @property

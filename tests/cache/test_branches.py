@@ -1,4 +1,4 @@
-"""Rows of a tree: each has the bits of plain decoding of its path, and its path can be kept as if it had been read."""
+"""Rows of a tree: each has the bits of plain decoding of its path, which can be kept as if it had been read."""
 
 import random
 

@@ -26,28 +26,29 @@ class Trees:
     (tokens, parents, depths) of each tree.
     """
 
+    trees = True
     drafted: list[tuple]
 
     def grow(self, model: Any, texts: list[list[int]], seed: int = 0, right: float = 0.6, *, in_step=False) -> Any:
         """Draft trees of these texts from now on; return the drafter."""
         self.vocab, self.random, self.right, self.in_step = model.vocab_size, random.Random(seed), right, in_step
         self.texts, self.known = texts, mx.array(texts[0] + [0] * 64, mx.int32)
-        self.trees: dict[tuple, tuple] = {}
+        self.grown_by: dict[tuple, tuple] = {}
         self.drafted = []
         return self
 
     def grown(self, k: int, *, tree: bool) -> tuple[list[int], list[int], list[int]]:
         """Return parents, depths, and what is added to the text's token, of k nodes."""
-        if self.in_step and (k, tree) in self.trees:
-            return self.trees[k, tree]
+        if self.in_step and (k, tree) in self.grown_by:
+            return self.grown_by[k, tree]
         kind, parents, depths = self.random.choice(SHAPES) if tree else "chain", [], [0]
         for i in range(k):
             rows = {"chain": [i], "deep": range(max(0, i - 1), i + 1), "star": [0], "twins": [i // 2 * 2]}
             parents.append(self.random.choice([*rows.get(kind, range(i + 1))]))
             depths.append(depths[parents[-1]] + 1)
         wrong = [0 if self.random.random() < self.right else self.random.randint(1, self.vocab - 1) for _ in range(k)]
-        self.trees[k, tree] = parents, depths[1:], wrong
-        return self.trees[k, tree]
+        self.grown_by[k, tree] = parents, depths[1:], wrong
+        return self.grown_by[k, tree]
 
     def drafts(self, frame: Any, run: Any, k: int) -> Drafts:
         if not k:
