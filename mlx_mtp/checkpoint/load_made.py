@@ -136,7 +136,9 @@ def _port_of(model: Any, why: str | None) -> str:
     if why is not None:
         return f"none: {why}" if why == UNTESTED else f"none: decoded plainly, {why}"
     levels = "tokens" if model.form.no_streams else "tokens, streams"
-    facts = {"no streams": model.form.no_streams, "no batches": model.runtime.alone, "no kv_bits": model.form.no_bits}
+    form, alone = model.form, model.runtime.alone
+    facts = {"no streams": form.no_streams, "no batches": alone, "no kv_bits": form.no_bits}
+    facts["no trees"] = form.no_trees
     missing = "".join(f"; {what}: {reason}" for what, reason in facts.items() if reason)
     return f"made of mlx-lm's model: {levels}{missing}"
 

@@ -1,8 +1,8 @@
 """Show on the loaded weights that a model of mlx-lm's, of a family without a port, can draft.
 
 A few tokens are read into this package's caches as the decode loop reads them: at positions that the host counts, at
-positions on the device, also while a function is recorded, with rows that are taken back, and in a pool. The logits
-must equal those on mlx-lm's own caches.
+positions on the device, also while a function is recorded, with rows that are taken back, in a pool and as a tree.
+The logits must equal those on mlx-lm's own caches.
 """
 
 import math
@@ -13,11 +13,13 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache as mlx_lm_caches_of
 
+from ..cache.branches import hidden_of_tree
 from ..cache.kinds import group_size_for
 from ..cache.pool import Pool
 from ..cache.prompt_cache import PromptCache, make_prompt_cache
 from ..cache.slots import Span
 from ..cache.step_cache import CacheArrays
+from ..cache.tree import RowTree, along
 from ..decoding.again import read_kept
 from ..layers.made import Made, Plain
 from ..layers.made_form import distance, take_form
@@ -52,6 +54,7 @@ def probe(model: Any) -> str | None:
         _check_passes(model, tokens, whole, limit)
         model.runtime.alone = _tried(_check_pool, model, tokens, whole, limit)
         model.form.no_bits = _tried(_check_bits, model, tokens, whole)
+        model.form.no_trees = _tried(_check_tree, model, tokens, whole, limit)
     except FAILURES as e:
         model.become(Plain)
         for module in model.modules():
@@ -168,6 +171,23 @@ def _check_pool(model: Any, tokens: mx.array, whole: mx.array, limit: float) -> 
     pool.regroup(Span([0, 1], 2), [0, 1], [(0, first), (1, second)])
     logits = _ours(model, mx.concatenate([kept, kept]), pool)[:1]
     _check("of two sequences", logits, whole[:, PROMPT : PROMPT + KEPT], limit)
+
+
+def _check_tree(model: Any, tokens: mx.array, whole: mx.array, limit: float) -> None:
+    """Raise ValueError if the logits of a tree's rows are not those of their paths, or of a row after a path."""
+    cache, after = make_prompt_cache(model), tokens[0, PROMPT:]
+    if model.runtime.alone:
+        raise ValueError("no batches")
+    if any(c.is_state for c in cache.layers):
+        raise ValueError("layers whose states are mlx-lm's own")
+    _ours(model, tokens[:, :PROMPT], cache)
+    cache.to_device()
+    rows = mx.stack([after[0], (after[1] + 1) % model.vocab_size, after[1], after[2], after[2]])[None]
+    tree, path = RowTree.of(mx.array([[0, 0, 2, 1]]), levels=2), mx.array([[0, 2, 3]])
+    logits = model.logits(hidden_of_tree(model, cache.layers, rows, tree))
+    _check("of a tree", along(logits, path), whole[:, PROMPT : PROMPT + 3], limit)
+    cache.keep_path(path)
+    _check("after a tree", _ours(model, after[None, 3:4], cache), whole[:, PROMPT + 3 : PROMPT + 4], limit)
 
 
 def _check_bits(model: Any, tokens: mx.array, whole: mx.array) -> None:

@@ -30,11 +30,12 @@ class MadeForm:
 
     kinds: of the layers' caches, by `kind_of`. empty: mlx-lm's caches, for forwards in which no layer computes.
     inner: the module that contains the layers; None if the logits are the hidden rows.
-    width, dtype: of a hidden row. no_bits: why keys and values cannot be quantized. head_dim: a number that divides
-    every head size of quantized keys and values. layers: those whose streams can be captured, () if none can, and
-    `no_streams` is why. outputs: one of each. embedding, head: the embedding and LM head, if they are modules. norm:
-    the RMSNorm that makes the rows of the last stream, or a new one where none does. convolutions: for each kind that
-    is a ConvolutionCache its convolution. attentions: modules that a kernel can replace, with their caches' windows.
+    width, dtype: of a hidden row. no_bits: why keys and values cannot be quantized. no_trees: why rows cannot form a
+    tree. head_dim: a number that divides every head size of quantized keys and values. layers: those whose streams
+    can be captured, () if none can, and `no_streams` is why. outputs: one of each. embedding, head: the embedding and
+    LM head, if they are modules. norm: the RMSNorm that makes the rows of the last stream, or a new one where none
+    does. convolutions: for each kind that is a ConvolutionCache its convolution. attentions: modules that a kernel
+    can replace, with their caches' windows.
     """
 
     kinds: list[Any]
@@ -43,6 +44,7 @@ class MadeForm:
     width: int = 0
     dtype: mx.Dtype = mx.float32
     no_bits: str | None = NO_BITS
+    no_trees: str | None = None
     head_dim: int = 0
     layers: Sequence[Any] = ()
     outputs: Sequence[Any] = ()

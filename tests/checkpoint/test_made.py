@@ -18,6 +18,8 @@ from oracle_drafts import OracleDrafts
 from portless import CONFIGS
 
 import mlx_mtp
+from mlx_mtp.cache.growing import LinearKVCache
+from mlx_mtp.cache.layer_cache import LayerCache
 from mlx_mtp.checkpoint.probe import probe
 from mlx_mtp.checkpoint.tuned import write_heads
 from mlx_mtp.layers.made import Made, Plain
@@ -199,6 +201,26 @@ def test_a_model_that_does_not_lie():
     assert probe(model) is None
     assert isinstance(model.form.inner, starcoder2.Starcoder2Model)
     assert model.form.no_streams is None
+
+
+class ManyRowsApart(starcoder2.Attention):
+    def __call__(self, x, mask=None, cache=None):
+        return super().__call__(x, mask, cache) * (1.5 if x.shape[0] > 3 else 1)
+
+
+@pytest.mark.parametrize("name", ["keep_path", "flush"])
+def test_a_tree_whose_path_is_not_kept_is_refused(name, monkeypatch):
+    model = lying()
+    monkeypatch.setattr(LayerCache if name == "keep_path" else LinearKVCache, name, lambda *_: None)
+    assert probe(model) is None
+    assert model.form.no_trees == "logits differ in a pass after a tree"
+
+
+def test_trees_are_refused_alone():
+    assert probe(model := lying(attention=ManyRowsApart)) is None
+    assert model.form.no_trees == "logits differ in a pass of a tree"
+    assert probe(model := lying()) is None
+    assert model.form.no_trees is None
 
 
 @pytest.mark.parametrize("kind", ["eagle3", *block_drafters.KINDS])

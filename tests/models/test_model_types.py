@@ -11,10 +11,13 @@ import tiny
 import type_runs as runs
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 from model_types import NOT_RUN, model_types, save, tiny_config
+from plans import Listed
 from sweep import SWEEP, sampled, sweep
+from tree_drafts import TreeDrafts, drafted_by
 
 from bench import supported_types as table
 from mlx_mtp.models import port_names
+from mlx_mtp.tuning.plan import Plan
 
 PAGE = table.PAGE.read_text()
 ROWS = {line.split("`")[1]: line for line in PAGE.splitlines() if line.startswith("| `")}
@@ -43,7 +46,19 @@ def resumed(model: Any, truth: Callable, file: Path) -> None:
     assert runs.resumed(model, file, FIRST, text, 3, 3) == text
 
 
-WAYS = (alone, copied, batched, resumed)
+def branched(model: Any, truth: Callable, file: Path) -> None:
+    """Trees, which every made port without states verifies."""
+    assert (getattr(model, "form", None) is None or not model.form.no_trees) == ("no trees" not in model.report.port)
+    if "no trees" in model.report.port:
+        return
+    text, plans = truth(LONGEST), Listed([Plan(k=7, tree=True), Plan(k=3, tree=True), Plan(k=2), Plan()])
+    drafter = TreeDrafts().grow(model, [LONGEST + text], right=0.8)
+    with drafted_by(model, drafter, plans):
+        assert runs.drafted(model, LONGEST, SHORT, num_draft_tokens=15) == text
+    assert drafter.drafted
+
+
+WAYS = (alone, copied, batched, resumed, branched)
 
 
 @pytest.mark.parametrize("model_type", TYPES)

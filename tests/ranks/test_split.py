@@ -70,10 +70,10 @@ def both_of_two(tmp_path_factory):
     names = [str(file) for file in files]
     options = {"path": paths[0], "few": not SWEEP}, {"path": paths[1], "k": 2, "files": names}
     made = [str(save(folder / name, tiny_config(name))) for name in MADE]
-    of_types = ("of_types", {"paths": made, "length": TOKENS})
-    found = rank_group.work_all(2, folder, ("texts", options[0]), ("pictured", options[1]), of_types)
-    texts, pictured, types = zip(*found, strict=True)
-    return (paths[0], texts), (paths[1], pictured, names), (made, types)
+    calls = ("of_types", {"paths": made, "length": TOKENS}), ("branched", {"path": paths[0]})
+    found = rank_group.work_all(2, folder, ("texts", options[0]), ("pictured", options[1]), *calls)
+    texts, pictured, types, branched = zip(*found, strict=True)
+    return (paths[0], texts), (paths[1], pictured, names), (made, types), branched
 
 
 def check(n: int, folder, path: str, whole: str, atol: float | None = 1e-4, found=None) -> None:
@@ -95,6 +95,15 @@ def check(n: int, folder, path: str, whole: str, atol: float | None = 1e-4, foun
 def test_texts_and_rows_do_not_depend_on_drafts_and_ranks_agree(both_of_two, tmp_path):
     path, found = both_of_two[0]
     check(2, tmp_path, path, WHOLE, found=found)
+
+
+def test_trees_have_the_text_of_plain_decoding_on_both_ranks(both_of_two):
+    """Only rank 0 plans; both draft the same trees, in cycles that are built or recorded."""
+    mine, other = both_of_two[3]
+    assert mine["texts"] == other["texts"]
+    assert mine["trees"] > 1
+    for kind, text in mine["texts"].items():
+        assert text == mine["texts"][kind.split()[0]], kind
 
 
 def test_two_ranks_read_the_features_of_rank_0(both_of_two):

@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 from oracle import Oracle
 from plans import Listed, follow
 from stand_in import standing_in, switched_on
+from tree_drafts import TreeDrafts, TreeScript, drafted_by
 
 import mlx_mtp
 from mlx_mtp.tuning.plan import Plan
@@ -132,6 +133,19 @@ def heads_and_blocks(path: str, group, drafter: str) -> dict:
         follow(patch, Listed(plans))
         text = generated(model, num_draft_tokens=4, prompt_lookup=True, stats=stats)
     return {"plain": plain, "text": text, "drafted": dict(stats.drafted_by)}
+
+
+def branched(path: str, group, k: int = 7) -> dict:
+    """Return texts, plain and with random trees, and of how many trees more than one draft was accepted."""
+    model, control, found = mlx_mtp.load_model(path, tensor_group=group), TreeScript(1, most=k), {}
+    for kind, options in (("plain", {}), ("seeded", {"temp": 1.0, "seed": 7})):
+        found[kind] = generated(model, num_draft_tokens=0, **options)
+        drafter = TreeDrafts().grow(model, [PROMPT + found[kind]], right=0.8)
+        with drafted_by(model, drafter, control):
+            for compiled in (False, True):
+                drafter.in_step = compiled
+                found[f"{kind} {compiled}"] = generated(model, num_draft_tokens=k, compile_cycles=compiled, **options)
+    return {"texts": found, "trees": sum(c.plan.tree and c.accepted > 1 for c in control.cycles)}
 
 
 def refused(path: str, group, ranks: list[int], op: str, how: str, rows: int | None, *, few: bool) -> dict:

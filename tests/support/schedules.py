@@ -61,14 +61,25 @@ def insert(batch: BatchGenerator, case: Case) -> int:
 
 
 class Whims:
-    """Random plans, with series of plain cycles after which paused heads leave a pool; replaces a control."""
+    """Random plans, with series of plain cycles after which paused heads leave a pool; replaces a control.
 
-    def __init__(self, rng: random.Random, most: int):
-        self.rng, self.most, self.plain = rng, most, 0
+    trees: most of the model's drafts are trees.
+    """
+
+    def __init__(self, rng: random.Random, most: int, *, trees: bool = False):
+        self.rng, self.most, self.plain, self.trees = rng, most, 0, trees
 
     def plan(self, matched: int = 0, pending: int = 0) -> Plan:
-        self.plain = self.plain - 1 if self.plain else self.rng.choice([0, 0, 0, 2, 12])
+        self.plain = (
+            self.plain - 1 if self.plain else self.rng.choice([*([0] * 9 if self.trees else ()), 0, 0, 0, 2, 12])
+        )
         return Plan(k=0 if self.plain else self.rng.randint(0, self.most))
+
+    def drafting(self, k: int) -> Plan:
+        """Return a plan of k drafts of the model's drafter."""
+        if self.trees and k and self.rng.random() < 0.8:
+            return Plan(k=k, tree=True)
+        return Plan(k=k, p_min=k > 0 and not self.trees and self.rng.random() < 0.2)
 
     def observe(self, cycle) -> None:
         assert 0 <= cycle.accepted <= cycle.verified
@@ -86,7 +97,7 @@ class Bounded:
         k, rng = min(self.plans.plan().k, self.most), self.plans.rng
         if self.max_lookup and rng.random() < 0.3:
             return Plan("lookup", rng.randint(1, self.max_lookup))
-        return Plan(k=k, p_min=k > 0 and rng.random() < 0.2)
+        return self.plans.drafting(k)
 
 
 def alike(cases: list[Case]) -> None:
@@ -96,22 +107,21 @@ def alike(cases: list[Case]) -> None:
 
 
 class LoneWhims(Whims):
-    """Random plans of a lone sequence, also of lookups and with p_min."""
+    """Random plans of a lone sequence, also of lookups and with p_min or trees."""
 
-    def __init__(self, rng: random.Random, most: int, max_lookup: int):
-        super().__init__(rng, most)
+    def __init__(self, rng: random.Random, most: int, max_lookup: int, *, trees: bool = False):
+        super().__init__(rng, most, trees=trees)
         self.max_lookup = max_lookup
 
     @classmethod
-    def of(cls, rng: random.Random, model, k: int, max_lookup: int, **how) -> "LoneWhims":
+    def of(cls, whims: Whims, model, k: int, max_lookup: int, **how) -> "LoneWhims":
         """Replace `control_for`."""
-        return cls(rng, k, max_lookup)
+        return cls(whims.rng, k, max_lookup, trees=whims.trees)
 
     def plan(self, matched: int = 0, pending: int = 0) -> Plan:
         if self.max_lookup and matched >= SHORTEST and self.rng.random() < 0.5:
             return Plan("lookup", self.rng.randint(1, self.max_lookup))
-        k = super().plan().k
-        return Plan(k=k, p_min=k > 0 and self.rng.random() < 0.2)
+        return self.drafting(super().plan().k)
 
     def observe(self, cycle) -> None:
         assert 0 <= cycle.accepted <= cycle.verified
@@ -124,7 +134,7 @@ def run(model, cases: list[Case], layout: dict, k: int, whims: Whims | None, **o
         if whims:
             rng = whims.rng
             stack.enter_context(patch.object(driver, "CALM", rng.choice([1, 1, 2, 16])))
-            stack.enter_context(patch.object(alone, "control_for", partial(LoneWhims.of, rng)))
+            stack.enter_context(patch.object(alone, "control_for", partial(LoneWhims.of, whims)))
             fixed |= {"prompt_lookup": k > 0, "draft_p_min": 0.3}
         batch = BatchGenerator(model, prefill_step_size=16, **fixed, **layout, **options)
         if whims:

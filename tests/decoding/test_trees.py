@@ -1,0 +1,176 @@
+"""Trees of drafts, right or wrong in any place: the text and the caches are those of plain decoding, bit for bit."""
+
+from types import MappingProxyType
+
+import families
+import mlx.core as mx
+import pytest
+from mlx_lm.sample_utils import make_sampler
+from subjects import PROMPT, quantizable_model, subjects
+from sweep import sampled
+from tree_drafts import TreeDrafts, TreeHeads, TreeScript, assert_equal, decoded, drafted_by
+
+import mlx_mtp
+from mlx_mtp.decoding.logit_rules import LogitRules
+from mlx_mtp.serve.token_rules import bad_words_of
+
+N = 26
+EVERY = ["step3p5", "eagle", *families.FAMILIES]
+NAMES = ["step3p5", "eagle", "qwen3_next", "nemotron_h_latent", "glm_moe_dsa_shared", "mimo_v2_flash"]
+PLAIN = {"num_draft_tokens": 0}
+SORTS = {("heads", True), ("heads", False), ("lookup", False)}
+DRAFTED = {"num_draft_tokens": 15, "prompt_lookup": True}
+
+
+@pytest.fixture(scope="module")
+def subject(tiny_models, tmp_path_factory):
+    return subjects(tiny_models, tmp_path_factory)
+
+
+def trees(model, text, seed, kind=TreeDrafts, **how):
+    """Return a block in which random trees with parts of this text are drafted, and its control."""
+    control, own = TreeScript(seed), kind.__new__(kind)
+    own.__init__(model) if kind is TreeHeads else None
+    return drafted_by(model, own.grow(model, [text], seed, **how), control), control, own
+
+
+@pytest.mark.parametrize("seed", sampled([1], range(8)))
+@pytest.mark.parametrize("name", sampled(NAMES, EVERY))
+def test_every_end_leaves_the_caches_of_plain_decoding(subject, name, seed, tmp_path):
+    """At every number of tokens the generation ends by itself, is closed, or stops at a token; then it continues."""
+    model = subject(name).model
+    text, _ = decoded(model, PROMPT, N, **PLAIN)
+    block, control, drafter = trees(model, PROMPT + text, seed)
+    with block:
+        for n in sampled([3 + seed, 10 + seed, 17 + seed], range(1, N - 1)):
+            _, plain = decoded(model, PROMPT, n, **PLAIN)
+            stop = {"stop_tokens": [text[n - 1]]} if text[n - 1] not in text[: n - 1] else {"max_tokens": n}
+            for how in ({"max_tokens": n}, {"close": n}, stop):
+                options = {**DRAFTED, **how}
+                tokens, cache = decoded(model, PROMPT, options.pop("max_tokens", N), **options)
+                assert tokens == text[:n]
+                assert_equal(cache, plain)
+            if n % 3 == 0:
+                mlx_mtp.save_prompt_cache(tmp_path / "cache.safetensors", cache)
+                cache = mlx_mtp.load_prompt_cache(tmp_path / "cache.safetensors", model)
+                assert_equal(cache, plain)
+            more, _ = decoded(model, text[n - 1 : n], N - n, cache, **DRAFTED)
+            assert more == text[n:]
+            again, _ = decoded(model, text[n - 1 : n], N - n, plain, **DRAFTED)
+            assert again == text[n:]
+    assert any(c.plan.tree and c.accepted > 1 for c in control.cycles)
+    assert {(c.plan.source, c.plan.tree) for c in control.cycles if c.plan.k} == SORTS
+    assert len(drafter.drafted) > 20
+
+
+class Pieces:
+    """A byte-level tokenizer of 13 tokens."""
+
+    added_tokens_decoder = MappingProxyType({})
+    pieces = ("a", "b", "ab", "ba", "aa", "bb", "aba", "c", "bc", "cb", "ca", "abc", "bca")
+
+    def __len__(self):
+        return len(self.pieces)
+
+    def convert_ids_to_tokens(self, ids):
+        return [self.pieces[i] for i in ids]
+
+
+HOT = {"temp": 1.5, "seed": 7}
+PENALTIES = {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.2}
+SIZES = {"repetition_context_size": 7, "presence_context_size": 0, "frequency_context_size": 3}
+RULES = {
+    "penalties": {**PENALTIES, **SIZES},
+    "bias": {"logit_bias": {1: -2.0, 3: 1.5}},
+    "banned": {"banned": {2, 4}, "early": {0, 1, 3}, "until": len(PROMPT) + 9},
+    "words": {"bad_words": bad_words_of(Pieces(), ("aab", "bab", "cabc")), "prompt": len(PROMPT)},
+}
+OPTIONS = {
+    "seed": HOT,
+    "filters": {**HOT, "top_k": 9, "top_p": 0.9, "min_p": 0.03},
+    "xtc": {**HOT, "xtc_probability": 0.5, "xtc_threshold": 0.1},
+    "sampler": {"sampler": make_sampler(temp=1.2, top_p=0.9), "seed": 5},
+    "logprobs": {"logprobs": True},
+    "drawn logprobs": {**HOT, "logprobs": True},
+    "greedy penalties": {"logits_processors": [LogitRules(**PENALTIES, **SIZES)]},
+    **{name: {**HOT, "logits_processors": [LogitRules(**rules)]} for name, rules in RULES.items()},
+    "every rule": {**HOT, "logits_processors": [LogitRules(**{k: v for r in RULES.values() for k, v in r.items()})]},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option(subject, option):
+    model, options = subject("mimo").model, {**OPTIONS[option]}
+    for seed in range(sampled([2], [30])[0]):
+        wanted = [*mlx_mtp.generate_step(PROMPT, model, max_tokens=N, **PLAIN, **options)]
+        text = [token for token, *_ in wanted]
+        block, control, _ = trees(model, PROMPT + text, seed, right=0.8)
+        with block:
+            found = [*mlx_mtp.generate_step(PROMPT, model, max_tokens=N, **DRAFTED, **options)]
+        assert [token for token, *_ in found] == text
+        for (_, ours, _), (_, theirs, _) in zip(found, wanted, strict=True):
+            assert (ours is None) == (theirs is None) == (not options.get("logprobs"))
+            assert ours is None or mx.array_equal(ours, theirs)
+        assert any(c.plan.tree and c.accepted > 1 for c in control.cycles)
+        if options.pop("logits_processors", None):
+            assert text != decoded(model, PROMPT, N, **PLAIN, **options)[0]
+
+
+LAYOUTS = {
+    "4 bits": {"kv_bits": 4},
+    "8 bits later": {"kv_bits": 8, "quantized_kv_start": len(PROMPT) + 9},
+    "kept and last": {"max_kv_size": 12},
+    "kept, last, 4 bits": {"max_kv_size": 12, "kv_bits": 4, "quantized_kv_start": len(PROMPT) + 5},
+}
+
+
+@pytest.mark.parametrize("seed", sampled([0], range(20)))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout(tiny_models, layout, seed):
+    """More tokens than rings of 12 and of 8 positions have slots."""
+    model, n = quantizable_model(tiny_models)[0], 60
+    text, plain = decoded(model, PROMPT, n, mlx_mtp.make_prompt_cache(model, **LAYOUTS[layout]), **PLAIN)
+    block, control, _ = trees(model, PROMPT + text, seed, right=0.8)
+    with block:
+        found, cache = decoded(model, PROMPT, n, mlx_mtp.make_prompt_cache(model, **LAYOUTS[layout]), **DRAFTED)
+    assert found == text
+    assert_equal(cache, plain)
+    assert {(c.plan.source, c.plan.tree) for c in control.cycles if c.plan.k} == SORTS
+
+
+@pytest.mark.parametrize("seed", sampled([1], range(8)))
+@pytest.mark.parametrize("name", sampled(["step3p5", "nemotron_h"], EVERY))
+def test_recorded_cycles(subject, name, seed, recorded_at_once, monkeypatch):
+    """The trees are part of the step; the same records serve other texts."""
+    model, compiled = subject(name).model, {**DRAFTED, "compile_cycles": True}
+    for prompt, options in ((PROMPT, {}), (PROMPT[:5], {}), (PROMPT, HOT)):
+        stats = mlx_mtp.Stats()
+        text, plain = decoded(model, prompt, N, **PLAIN, **options)
+        block, control, _ = trees(model, prompt + text, seed, in_step=True)
+        with block:
+            found, cache = decoded(model, prompt, N, **compiled, **options, stats=stats)
+        assert found == text
+        assert_equal(cache, plain)
+        assert stats.compiled_cycles > 3
+        assert any(c.plan.tree and c.accepted > 1 for c in control.cycles)
+
+
+@pytest.mark.parametrize("compiled", sampled([False], [False, True]))
+@pytest.mark.parametrize("name", sampled(["step3p5", "eagle"], EVERY))
+def test_heads_read_the_accepted_path(subject, name, compiled, recorded_at_once):
+    """Heads, which read the rows that a tree leaves, draft afterwards as from scratch."""
+    s = subject(name)
+    text, plain = decoded(s.model, PROMPT, N, **PLAIN)
+    block, control, drafter = trees(s.model, PROMPT + text, 4, TreeHeads, in_step=True)
+    with block:
+        found, cache = decoded(s.model, PROMPT, N, **DRAFTED, compile_cycles=compiled)
+    assert found == text
+    assert_equal(cache, plain)
+    assert any(c.plan.tree and c.accepted > 1 for c in control.cycles)
+    if compiled:
+        return
+    noted = [(at.item() + 1, tokens.tolist()[0]) for at, tokens in drafter.noted]
+    noted = [(known, drafts) for known, drafts in noted if known <= len(PROMPT + text)]
+    assert len(noted) > 4
+    for known, drafts in noted:
+        assert drafts == s.scratch((PROMPT + text)[:known], len(drafts)), f"{known} tokens"
