@@ -54,20 +54,28 @@ def streams(plain, tokens: list[int], counts) -> mx.array:
     return mx.concatenate([seen[i][0] for i in counts], axis=-1)
 
 
-def drafts_from_scratch(plain, w, tokens, k, *, layer, counts, new, read=None):
-    """Return k drafts after `tokens`; the target has read all but the last.
+def drafts_from_scratch(plain, w, tokens, k, **options):
+    """Return k drafts after `tokens`; the target has read all but the last. options: of `logits_along`."""
+    drafts: list[int] = []
+    for logits in logits_along(plain, w, tokens, drafts, k, **options):
+        drafts.append(mx.argmax(logits).item())
+    return drafts
 
-    read: `streams` of a longer text that begins with these tokens.
+
+def logits_along(plain, w, tokens, drafts, k, *, layer, counts, new, read=None):
+    """Yield the logits of k drafts after tokens, each after those that `drafts` has by then.
+
+    They are -infinity for tokens that the head lacks. read: `streams` of a longer text that begins with these tokens.
     """
     aux = streams(plain, tokens[:-1], counts) if read is None else read[: len(tokens) - 1]
     if new:
         aux = rms(aux, w["input_norm.weight"])
         aux = mx.concatenate([rms(a, w[f"fc_norm.{i}.weight"]) for i, a in enumerate(mx.split(aux, 3, -1))], axis=-1)
-    g, drafts = aux @ w["fc.weight"].T, []
+    g = aux @ w["fc.weight"].T
     for _ in range(k):
         e = plain.model.embed_tokens(mx.array((tokens + drafts)[1 : 1 + len(g)]))
         out = forward(w, layer, e, g, normed_residual=new)[-1:]
-        row = mx.argmax(rms(out, w["norm.weight"]) @ w["lm_head.weight"].T)
-        drafts.append((row + w["d2t"][row]).item())
+        own = rms(out, w["norm.weight"]) @ w["lm_head.weight"].T
+        ids = mx.arange(own.shape[-1]) + w["d2t"]
+        yield mx.put_along_axis(mx.full((drafters.CONFIG["vocab_size"],), -mx.inf), ids, own[0], axis=0)
         g = mx.concatenate([g, rms(out, w["norm.weight"]) if new else out])
-    return drafts

@@ -27,17 +27,23 @@ def drafts_from_scratch(model, plain, tokens: list[int], k: int, rows=None) -> l
 
     rows: `target_rows` of a longer text that begins with these tokens.
     """
+    drafts: list[int] = []
+    for logits in logits_along(model, plain, tokens, drafts, k, rows):
+        drafts.append(mx.argmax(logits).item())
+    return drafts
+
+
+def logits_along(model, plain, tokens: list[int], drafts: list[int], k: int, rows=None):
+    """Yield the logits [V] of k drafts after tokens, each after those that `drafts` has by then."""
     before, after = (part[:, : len(tokens) - 1] for part in rows or target_rows(plain, tokens[:-1]))
     hidden = target = before if model.spec.capture == "pre" else after
-    drafts: list[int] = []
     for j in range(k):
         recycled = model.spec.topology == "recycle"
         depth, first = (0, 1) if recycled else (j, 1 + j)
         rows = head_rows(model, depth, (tokens + drafts)[first : first + hidden.shape[1]], hidden)
-        drafts.append(mx.argmax(model.draft_logits(depth, rows[:, -1:])).item())
+        yield model.draft_logits(depth, rows[:, -1:])[0, 0]
         feedback = rows if model.spec.feedback == "pre" else model.mtp[depth].norm(rows)
         if recycled:
             hidden = mx.concatenate([hidden, feedback[:, -1:]], axis=1)
         else:
             hidden = target if model.spec.topology == "target_each" else feedback
-    return drafts
