@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..cache.branches import rows_with_room
 from ..grammar import GrammarError
 from ..tuning.controller import Controller
 from ..tuning.kernel_fallback import newly_refused
@@ -36,6 +37,8 @@ def plan_and_build(seating: Seating, last: Flight | None, joining: Waiting, most
     tic = perf_counter()
     active = [*(last.active if last else ()), *(sequence for sequence, _ in joining)]
     control, plan, matched = seating.plan(active)
+    if plan.tree and plan.k > (room := rows_with_room(seating.cache.layers) - 1):
+        plan = replace(plan, k=max(1, room), tree=room > 1)
     if most is not None and most < plan.k:
         plan = replace(plan, k=int(most)) if most else Plan()
     new = Flight(last.rows if last else [], plan, control, matched=matched, late=most is not None)
