@@ -111,15 +111,18 @@ def generate_step(
     tokens, key = agreed(model.ranks, tokens, random_key(seed), (*same, limits and limits.text))
     picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, key, draft_sampling)
     sequence = new_sequence(cache, len(tokens), picker, stops, max_tokens, k, stats, asked=asked, grammar=limits)
-    switch_on_for_drafts(model, sequence.most_drafts)
     driver = Driver(model, DriverOptions(chunk, adaptive, draft_p_min, compile_cycles))
     return in_turns(_decoded(driver, sequence, tokens, prompt_progress_callback), adapters_now(model))
 
 
-def _decoded(*how: Any) -> Generated:
-    """Yield the tokens of `decode`; after an error that may be another rank's wait for the reason of its end."""
+def _decoded(driver: Driver, sequence: Sequence, *how: Any) -> Generated:
+    """Yield the tokens of `decode`, with the kernels that the sequence's drafts need.
+
+    After an error that may be another rank's, wait for the reason of its end.
+    """
+    switch_on_for_drafts(driver.model, sequence.most_drafts)
     try:
-        yield from decode(*how)
+        yield from decode(driver, sequence, *how)
     except RuntimeError as e:
         wait_for_reason(e)
         raise

@@ -13,7 +13,8 @@ from ..cache.branches import rows_with_room
 from ..grammar import GrammarError
 from ..tuning.controller import Controller
 from ..tuning.kernel_fallback import newly_refused
-from ..tuning.plan import Plan
+from ..tuning.plan import TREES, Plan
+from .agreement import Agreement
 from .control import most_together
 from .cycle_masks import CycleMasks
 from .drafters.drafter import Frame
@@ -37,8 +38,8 @@ def plan_and_build(seating: Seating, last: Flight | None, joining: Waiting, most
     tic = perf_counter()
     active = [*(last.active if last else ()), *(sequence for sequence, _ in joining)]
     control, plan, matched = seating.plan(active)
-    if plan.tree and plan.k > (room := rows_with_room(seating.cache.layers) - 1):
-        plan = replace(plan, k=max(1, room), tree=room > 1)
+    if plan.tree:
+        plan = _with_room(control, plan, seating.cache.layers)
     if most is not None and most < plan.k:
         plan = replace(plan, k=int(most)) if most else Plan()
     new = Flight(last.rows if last else [], plan, control, matched=matched, late=most is not None)
@@ -46,6 +47,14 @@ def plan_and_build(seating: Seating, last: Flight | None, joining: Waiting, most
     build(seating, new, run, base)
     new.built = perf_counter() - tic
     return new
+
+
+def _with_room(control: Any, plan: Plan, layers: Sequence[Any]) -> Plan:
+    """Return the plan of a tree, with fewer drafts if its copies of caches would not fit; `control` then plans so."""
+    own, room = control.control if isinstance(control, Agreement) else control, rows_with_room(layers) - 1
+    if isinstance(own, Controller):
+        own.room = max(room, TREES[0])  # of which some is planned later, when room may be back
+    return replace(plan, k=max(1, room), tree=room > 1) if room < plan.k else plan
 
 
 def build(seating: Seating, new: Flight, run: Run, base: int) -> None:

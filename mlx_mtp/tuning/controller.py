@@ -71,6 +71,7 @@ class Controller:
             if longest > 1 and (name in self.own or (max_lookup and name == names[Role.COPY]))
         }
         self.kinds = {*self.own, *(Plan(name, tree=True).kind for name in self.trees.keys() & self.own.keys())}
+        self.room = 15  # maximum drafts of a tree by the memory of its copies of caches, which the decode loop sets
         self._best_of_trees: tuple[PlanEstimate, PlanEstimate] | None = None  # the best one, and the best other plan
         self.lookups = [Plan(names[Role.COPY], k) for k in sorted({3, 7, max_lookup}) if 0 < k <= max_lookup]
         self.confident = {name: Plan(name, plans[-1].k, p_min=True) for name, plans in self.own.items() if p_min}
@@ -260,10 +261,11 @@ class Controller:
     def _expect_trees(
         self, kind: str, chains: list[Plan], trees: list[Plan], rows: float = 0.0
     ) -> list[PlanEstimate]:
-        """Return an estimate of each tree, as `_expect`. kind, chains: of the chains of the same drafter."""
+        """Return an estimate of each tree with room, as `_expect`. kind, chains: of the same drafter's chains."""
         counts, chain = self.costs.counts.get(f"tree {kind}", []), self._rates(kind, chains[-1].k)
         reached = [*accumulate(tree_chances(counts, chain, trees[-1].k), initial=1.0)]
-        return [PlanEstimate(plan, reached[plan.k], self.costs.steps(plan), rows) for plan in trees]
+        fitting = [plan for plan in trees if plan.k <= self.room]
+        return [PlanEstimate(plan, reached[plan.k], self.costs.steps(plan), rows) for plan in fitting]
 
     def _estimate(self, plan: Plan, rates: Sequence[float], rows: float = 0.0) -> PlanEstimate:
         """Return an estimate of a plan whose drafts are accepted at these rates."""

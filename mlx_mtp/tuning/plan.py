@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 SHORTEST = 3  # minimum length of a match for prompt lookup
+TREES = 3, 7, 15  # numbers of drafts of trees
 STAY = 8  # cycles over which the cost of resuming the drafter is spread
 
 
@@ -180,4 +181,4 @@ def tree_ladder(most: int) -> list[int]:
     With the newest token they are 4, 8 and 16 rows. More sizes would make the kinds of recorded cycles, which are
     pairs of a run's rows and a plan, more than twice those of chains: (8 + 3) ** 2 of 8 ** 2.
     """
-    return [*(k for k in (3, 7, 15) if k < most - 1), most] if most > 1 else []
+    return [*(k for k in TREES if k < most - 1), most] if most > 1 else []

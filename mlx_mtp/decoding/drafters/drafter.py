@@ -45,7 +45,6 @@ class Drafter(Protocol):
     role:    what its drafts depend on, as the control and the statistics count them; a model's drafter has MODEL.
     others:  other names in plans, of a drafter with several ways to draft: the maximum of an adaptive cycle of each.
     spare:   number of its first caches that it does not need in cycles of one sequence, by name in plans.
-    trees:   it drafts a tree of the plan's number of drafts if the plan says so (`Plan.tree`).
     in_step: `propose` depends on arrays only, and is recorded with the step. Otherwise it runs before the step.
     windows: one entry per cache, in the order of `frame.cache.heads`: a window, None for all positions, or a class.
     chained: number of first caches that start one position after the one before, with a row of `kept` for each pair.
@@ -64,7 +63,6 @@ class Drafter(Protocol):
     others: Mapping[str, int] = {}
     spare: Mapping[str, int] = {}
     usual: int = 0
-    trees: bool = False
     in_step: bool = True
     windows: Sequence[CacheKind] = ()
     chained: int = 0
