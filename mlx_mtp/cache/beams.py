@@ -13,7 +13,7 @@ from .slots import Span, pooled
 def branched(caches: Sequence[Any], index: mx.array, offset: mx.array, rows: int) -> list[Any]:
     """Return copies of caches for m texts, of which text i continues that of sequence `index[i]`, int32 [m].
 
-    The given caches are not written. Copying keys and values per text is the price of bits that no other text changes.
+    The given caches are not written. The price is a copy of keys and values per text and level.
     offset: position of each sequence's next row, int32 [n]. rows: maximum number of rows that the copies read.
     """
     span, once, at = Span(range(index.size), index.size), OncePerPass(), of_texts(offset, index)

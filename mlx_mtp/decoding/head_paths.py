@@ -1,7 +1,5 @@
 """Read the paths of a draft tree with MTP heads, in copies of their caches."""
 
-from typing import Any
-
 import mlx.core as mx
 
 from ..cache.beams import branched, of_texts

@@ -2,6 +2,7 @@
 
 import functools
 import heapq
+from types import SimpleNamespace
 
 import drafters
 import eagle_scratch
@@ -14,8 +15,12 @@ from subjects import PROMPT, subjects
 
 import mlx_mtp
 from mlx_mtp.decoding import tree_levels
+from mlx_mtp.decoding.control import Controls
+from mlx_mtp.decoding.draft_sampling import Choosers, LogitRow
 from mlx_mtp.decoding.drafters import drafter_of
-from mlx_mtp.decoding.sampling import Picker, key_at
+from mlx_mtp.decoding.logit_rules import LogitRules
+from mlx_mtp.decoding.members import Single
+from mlx_mtp.decoding.sampling import Picker, Sampling, key_at, random_key
 from mlx_mtp.tuning.plan import Plan
 
 HEADS = ["step3p5", "glm4_moe", "eagle", "mimo_v2_flash"]  # chained, recycled, another model's, chained to the target
@@ -124,7 +129,7 @@ def test_a_tree_is_made_of_the_most_probable_paths(subject, monkeypatch, name, t
     model = made.model
     monkeypatch.setattr(tree_levels, "SHAPES", {1: (LEVELS, k)})
     calls = watched(monkeypatch, model)
-    key = mlx_mtp.decoding.sampling.random_key(5)
+    key = random_key(5)
     text = PROMPT + text_of(monkeypatch, model, [Plan("heads", k, tree=True)], temp=temp, seed=5)
     levels = min(LEVELS, len(model.mtp)) if name in ("step3p5", "mimo_v2_flash") else LEVELS
     seen = [(offset.item() + 1, drafts) for offset, drafts in calls]
@@ -181,3 +186,84 @@ def test_the_next_drafts_are_those_after_chains(subject, monkeypatch, name):
     for known, drafts in seen:
         for i, token in enumerate(drafts):
             assert mx.argmax(made.logits(text[:known], tuple(drafts[:i]))).item() == token, f"{known} tokens"
+
+
+def test_the_text_with_penalties(subject, monkeypatch):
+    model, rules = subject("glm4_moe").model, LogitRules(repetition_penalty=1.4, presence_penalty=0.3)
+    for options in ({}, {"temp": 1.2, "seed": 2}):
+        options["logits_processors"] = [rules]
+        stats = mlx_mtp.Stats()
+        plain = text_of(monkeypatch, model, (), **options)
+        assert text_of(monkeypatch, model, TREES, stats=stats, **options) == plain
+        assert stats.accepted
+
+
+def together(model, prompts, n=20, **options):
+    texts = [[] for _ in prompts]
+    batch = mlx_mtp.BatchGenerator(model, **options)
+    batch.insert(prompts, [n + 3 * i for i in range(len(prompts))], seeds=[*range(len(prompts))])
+    while responses := batch.next_generated():
+        for response in responses:
+            texts[response.uid].append(response.token)
+    return texts
+
+
+@pytest.mark.parametrize("options", [{}, {"temp": 0.9, "compile_cycles": True}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", [*HEADS, *SMALL])
+def test_sequences_of_a_pool(subject, monkeypatch, name, options):
+    """Each sequence has its own tree, of the most probable paths after its own tokens, and its plain text."""
+    made, prompts, k = subject(name), [PROMPT, [3, 3, 1], [2, 0]], 5
+    model, calls = made.model, []
+    monkeypatch.setattr(tree_levels, "SHAPES", {1: (2, k)})
+    plain = together(model, prompts, num_draft_tokens=0, **options)
+    drafter = drafter_of(model)
+    real = drafter.propose
+
+    def propose(frame, run, k):
+        drafts = real(frame, run, k)
+        if frame.plan.tree and k and not options:
+            calls.append((frame.cache.layers[0].offset, [*frame.members], drafts))
+        return drafts
+
+    monkeypatch.setattr(model, "drafter", drafter)
+    monkeypatch.setattr(drafter, "propose", propose)
+    control = Listed([Plan("heads", k, tree=True), Plan("heads", 1)])
+    monkeypatch.setattr(Controls, "control", lambda *_: control)
+    assert together(model, prompts, num_draft_tokens=model.max_draft_tokens, **options) == plain
+    assert any(cycle.plan.tree and cycle.accepted for cycle in control.cycles)
+    for offsets, members, drafts in calls[1:6:2]:
+        for row, (offset, member) in enumerate(zip(offsets.tolist(), members, strict=True)):
+            if member is None:
+                assert drafts.confidence[row].tolist() == [0] * k
+            elif offset < len(member.history.tokens):
+                known = member.history.tokens[: offset + 1].tolist()
+                score = functools.partial(log_softmax, made, known)
+                assert paths_of(drafts, row) == pytest.approx(best_paths(score, 2, k), abs=2e-3)
+
+
+def log_softmax(made, known: list[int], path: tuple[int, ...]) -> mx.array:
+    logits = made.logits(known, path)
+    return logits - mx.logsumexp(logits)
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.3}], ids=str)
+def test_the_first_node_is_the_coupled_draft_that_a_mask_allows(filters):
+    mx.random.seed(4)
+    logits, position = mx.random.normal((2, 40)) * 2, mx.array([7, 30])
+    pickers = [Picker(Sampling(temp, **filters), key=random_key(i)) for i, temp in enumerate((0.9, 0.0))]
+    members = [Single(picker) for picker in pickers]
+    allowed = mx.array([[[0b1110, 0], [-1, -1]]])
+    model = SimpleNamespace(runtime=SimpleNamespace(choosing=True))
+    for masks, depth in ((None, 0), (allowed, 0), (allowed, 1)):
+        choose = Choosers(model, members, masks)
+        chances, tokens = choose.best(LogitRow(logits, None, 40), position, depth, 6)
+        chain = Choosers(model, members, None if depth else masks)(LogitRow(logits, None, 40), position, 0)
+        best = mx.take_along_axis(tokens[:, 0], mx.argmax(chances[:, 0], axis=-1, keepdims=True), axis=-1)
+        assert best.tolist() == chain.token.tolist()
+        if masks is not None and depth == 0:
+            assert {t for t, c in zip(tokens[0, 0].tolist(), chances[0, 0].tolist(), strict=True) if c > -100} <= {
+                1,
+                2,
+                3,
+            }
+        assert mx.all(mx.exp(chances).sum(axis=-1) <= 1 + 1e-5)

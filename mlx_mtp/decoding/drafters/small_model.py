@@ -18,7 +18,7 @@ from ...cache.prompt_cache import PromptCache
 from ...cache.ring import MAX_ROWS
 from ...cache.step_cache import seek
 from ...layers.target import Target
-from ..draft_sampling import Choosers, Draft, joined
+from ..draft_sampling import Choosers, joined
 from ..run import NO_DRAFTS, Drafts, Run, rows_at
 from ..tree_levels import grown
 from .drafter import Drafter, Frame
