@@ -1,18 +1,28 @@
 """Trees of drafts, right or wrong in any place: the text and the caches are those of plain decoding, bit for bit."""
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import MappingProxyType
 
 import families
+import lora
 import mlx.core as mx
+import numpy as np
 import pytest
+from draws import Draws, reference
 from mlx_lm.sample_utils import make_sampler
+from picture_prompts import A, C, generated, pictured, tokens_of
+from plans import Listed
 from subjects import PROMPT, quantizable_model, subjects
 from sweep import sampled
 from tree_drafts import TreeDrafts, TreeHeads, TreeScript, assert_equal, decoded, drafted_by
 
 import mlx_mtp
 from mlx_mtp.decoding.logit_rules import LogitRules
+from mlx_mtp.decoding.run import NO_DRAFTS, Drafts
+from mlx_mtp.decoding.sampling import Sampling
 from mlx_mtp.serve.token_rules import bad_words_of
+from mlx_mtp.tuning.plan import Plan
 
 N = 26
 EVERY = ["step3p5", "eagle", *families.FAMILIES]
@@ -174,3 +184,67 @@ def test_heads_read_the_accepted_path(subject, name, compiled, recorded_at_once)
     assert len(noted) > 4
     for known, drafts in noted:
         assert drafts == s.scratch((PROMPT + text)[:known], len(drafts)), f"{known} tokens"
+
+
+def test_pictures():
+    """RoPE positions behind pictures are shifted, those of recorded cycles by an input."""
+    model, parts = pictured().model, ([5, 6], A, [7, 8, 9], C, [10, 11])
+    text, prompt = generated(model, parts, n=N), tokens_of(*parts)
+    for compiled in (False, True):
+        block, control, _ = trees(model, prompt + text, 2, right=0.8, in_step=compiled)
+        with block:
+            assert generated(model, parts, 15, N, compile_cycles=compiled, prompt_lookup=True) == text
+        assert any(c.plan.tree and c.accepted > 1 for c in control.cycles)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_adapters_and_threads(tmp_path):
+    path = lora.checkpoint(tmp_path / "model")
+    paths = {name: lora.save(tmp_path / name, mlx_mtp.load(path)[0], seed) for seed, name in enumerate("ab")}
+    model, texts = mlx_mtp.load(path, adapter_path=paths)[0], []
+    for name in (None, "a", "b"):
+        model.runtime.adapters.select(name)
+        texts.append(decoded(model, PROMPT, N, **PLAIN)[0])
+        block, control, _ = trees(model, PROMPT + texts[-1], 1, right=0.8)
+        with block, ThreadPoolExecutor(2) as pool:
+            found = [pool.submit(decoded, model, PROMPT, N, **DRAFTED) for _ in range(2)]
+            assert [each.result(60)[0] for each in found] == texts[-1:] * 2
+        assert any(c.plan.tree and c.accepted > 1 for c in control.cycles)
+    assert len({*map(tuple, texts)}) == 3
+
+
+class PositionDraws(Draws):
+    """Rows with equal logits at one position draw the same token, as rows that share their noise do."""
+
+    def choose_rows(self, logits, options, keys, position, fused):
+        rows, (own,) = [*logits[0]], options
+        at = np.array(position).reshape(-1) + (np.arange(len(rows)) if position.ndim == 1 else 0)
+        known: dict = {}
+        for place, row in zip(at.tolist(), rows, strict=True):
+            key = place, np.array(row).tobytes()
+            if key not in known:
+                known[key] = super().choose_rows(row[None, None], [own], keys, position, fused)
+        found = [known[place, np.array(row).tobytes()] for place, row in zip(at.tolist(), rows, strict=True)]
+        return mx.concatenate(found, axis=1)
+
+
+@pytest.mark.parametrize("parents", sampled([[0, 0, 0, 1]], [[0, 0, 0, 1], [0, 1, 0, 3], [0, 1, 2, 3]]))
+def test_the_distribution_is_the_targets(tiny_models, monkeypatch, parents):
+    """All paths of three draws of two tokens are enumerated; two siblings are equal."""
+    model, plain = tiny_models(4, vocab_size=2)
+    draws, found, options = PositionDraws(), {}, Sampling(temp=0.9)
+    draws.stand_in(monkeypatch)
+    control, prompt = Listed([Plan(k=4, tree=True)]), [1, 0, 1, 1]
+    drafter = TreeDrafts().grow(model, [prompt])
+    tree = Drafts(mx.array([[1, 0, 1, 0]]), parents=mx.array([parents]), levels=4)
+    monkeypatch.setattr(drafter, "propose", lambda frame, run, k: tree if k else NO_DRAFTS)
+    late = {"logits_processors": [LogitRules()], "temp": 0.9}  # cycles are then built late, which gives fewer paths
+    with drafted_by(model, drafter, control):
+        run = partial(decoded, model, prompt, 3, num_draft_tokens=4, **late)
+        for (text, _), p in draws.paths(run):
+            found[tuple(text)] = found.get(tuple(text), 0.0) + p
+    expected = reference(plain, prompt, 3, options, [])
+    assert found.keys() <= expected.keys()
+    for text, p in expected.items():
+        assert found.get(text, 0.0) == pytest.approx(p, abs=1e-6), text
+    assert {c.accepted for c in control.cycles} >= {1, 2}

@@ -32,7 +32,7 @@ class Trees:
     def grow(self, model: Any, texts: list[list[int]], seed: int = 0, right: float = 0.6, *, in_step=False) -> Any:
         """Draft trees of these texts from now on; return the drafter."""
         self.vocab, self.random, self.right, self.in_step = model.vocab_size, random.Random(seed), right, in_step
-        self.texts, self.known = texts, mx.array(texts[0] + [0] * 64, mx.int32)
+        self.texts, self.known = texts, mx.array([max(token, 0) for token in texts[0]] + [0] * 64, mx.int32)
         self.grown_by: dict[tuple, tuple] = {}
         self.drafted = []
         return self
