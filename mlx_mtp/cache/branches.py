@@ -81,7 +81,6 @@ class BranchKV(PooledKV):
 
     def __init__(self, branches: Branches, cache: Any):
         super().__init__(getattr(cache, "ring", None))
-        cache.flush()
         self.branches, self.cache = branches, cache
         self.offset, self.limit, self.shift = (
             branches.offset,
