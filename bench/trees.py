@@ -69,12 +69,8 @@ def tokens_per_pass(model: Any, answer: Answer, plan: Plan, picker: Picker) -> f
         run = Run.of(answer.hidden[:, base:end], rows[:, base + 1 : end + 1], mx.array([accepted]), None, None)
         frame = Frame(model, cache, plan, drafter, [Single(picker)], base)
         drafts = drafter.propose(frame, run, plan.k)
-        mx.eval(
-            drafts.tokens,
-            *(() if drafts.parents is None else (drafts.parents,)),
-            cache.kept,
-            [c.parts for c in cache.heads],
-        )
+        tree = [] if drafts.parents is None else [drafts.parents]
+        mx.eval(drafts.tokens, tree, cache.kept, [c.parts for c in cache.heads])
         accepted = kept_of(drafts, answer.tokens[end + 1 :])
         base, end, passes = end, end + accepted + 1, passes + 1
     return (len(answer.tokens) - 1 - answer.prompt) / passes

@@ -8,38 +8,35 @@ from ..layers.target import Target
 from .draft_sampling import HeadOutput
 
 
-class RecycledPaths:
-    """The paths of one recycled head, which reads its own output: each level adds a row to the copies."""
+class HeadPaths:
+    """The paths of heads that draft one level each; the last head, which may be the only one, drafts all later ones.
 
-    def __init__(self, model: Target, cache: StepCache, row: mx.array):
-        """row: the head's output row for the first draft, [n, 1, H]; its caches are at the next position."""
-        self.model, self.caches, (self.head,) = model, cache.heads, model.mtp
-        self.hidden = self.head.feedback(row, row)
+    The first pass of a head reads all rows of a path, as the other heads' outputs. The last head then reads its own
+    output, one row per level; it need not be trained for that, but its later levels still gain tokens: with the demo's
+    three heads, trees of 7 and 15 nodes give 1.14x and 1.26x of a chain of 3, against 1.10x and 1.18x without them.
+    """
 
-    def read(self, tokens: mx.array, index: mx.array) -> HeadOutput:
-        self.caches = branched(self.caches, index, self.caches[0].offset, 1)
-        hidden = of_texts(self.hidden, index)
-        row = self.head(self.model.embed(tokens, 0), hidden, *self.caches)
-        self.hidden = self.head.feedback(row, row)
-        return HeadOutput(self.model, 0, row)
+    def __init__(self, model: Target, cache: StepCache, feedback: mx.array):
+        """feedback: of the last head's last accepted row, [n, 1, H]; that of the others is in `cache.kept`.
 
-
-class ChainedPaths:
-    """The paths of heads of which one drafts each level: it reads all rows of a path, as the other heads' outputs."""
-
-    def __init__(self, model: Target, cache: StepCache):
-        """The heads' caches are behind the accepted rows, whose last feedback, but the last head's, is in `kept`."""
-        self.model, self.heads, self.kept = model, cache.heads, cache.kept
-        n, _, width = cache.kept[0].shape if cache.kept else (1, 1, 1)
-        self.tokens, self.hidden = mx.zeros((n, 0), mx.int32), mx.zeros((n, 0, width))
+        The heads' caches are behind the accepted rows.
+        """
+        self.model, self.heads, self.kept, self.depth = model, cache.heads, cache.kept, 0
+        self.caches, self.hidden = cache.heads[:1], feedback
+        self.tokens = mx.zeros((len(feedback), 0), mx.int32)
 
     def read(self, tokens: mx.array, index: mx.array) -> HeadOutput:
-        depth = self.tokens.shape[1] + 1
-        head, kv, kept = self.model.mtp[depth], self.heads[depth], self.kept[depth - 1]
-        sequence = mx.repeat(mx.arange(len(kept)), index.size // len(kept))
-        copies = branched([kv], sequence, kv.offset, depth)
-        self.tokens = mx.concatenate([of_texts(self.tokens, index), tokens], axis=1)
-        hidden = mx.concatenate([of_texts(kept, sequence), of_texts(self.hidden, index)], axis=1)
-        rows = head(self.model.embed(self.tokens, depth), hidden, *copies)
-        self.hidden = head.feedback(rows, hidden)
+        self.depth += 1
+        depth, hidden = min(self.depth, len(self.heads) - 1), of_texts(self.hidden, index)
+        if self.depth > depth:
+            self.caches, fed = branched(self.caches, index, self.caches[0].offset, 1), hidden[:, -1:]
+        else:
+            kept = self.kept[depth - 1]
+            sequence = mx.repeat(mx.arange(len(kept)), index.size // len(kept))
+            self.caches = branched([self.heads[depth]], sequence, self.heads[depth].offset, depth)
+            fed = mx.concatenate([of_texts(kept, sequence), hidden], axis=1)[:, :depth]
+            tokens = self.tokens = mx.concatenate([of_texts(self.tokens, index), tokens], axis=1)
+        head = self.model.mtp[depth]
+        rows = head(self.model.embed(tokens, depth), fed, *self.caches)
+        self.hidden = head.feedback(rows, fed)
         return HeadOutput(self.model, depth, rows[:, -1:])

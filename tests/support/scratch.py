@@ -33,17 +33,18 @@ def drafts_from_scratch(model, plain, tokens: list[int], k: int, rows=None) -> l
     return drafts
 
 
-def logits_along(model, plain, tokens: list[int], drafts: list[int], k: int, rows=None):
-    """Yield the logits [V] of k drafts after tokens, each after those that `drafts` has by then."""
+def logits_along(model, plain, tokens: list[int], drafts: list[int], k: int, rows=None, heads: int = 99):
+    """Yield the logits [V] of k drafts after tokens, each after those that `drafts` has by then.
+
+    heads: number of the first heads that draft; the last one drafts all tokens behind its own by its own output.
+    """
     before, after = (part[:, : len(tokens) - 1] for part in rows or target_rows(plain, tokens[:-1]))
-    hidden = target = before if model.spec.capture == "pre" else after
+    hidden = before if model.spec.capture == "pre" else after
+    last = 0 if model.spec.topology == "recycle" else min(heads, len(model.mtp)) - 1
     for j in range(k):
-        recycled = model.spec.topology == "recycle"
-        depth, first = (0, 1) if recycled else (j, 1 + j)
-        rows = head_rows(model, depth, (tokens + drafts)[first : first + hidden.shape[1]], hidden)
+        depth = min(j, last)
+        rows = head_rows(model, depth, (tokens + drafts)[1 + depth :][: hidden.shape[1]], hidden)
         yield model.draft_logits(depth, rows[:, -1:])[0, 0]
         feedback = rows if model.spec.feedback == "pre" else model.mtp[depth].norm(rows)
-        if recycled:
-            hidden = mx.concatenate([hidden, feedback[:, -1:]], axis=1)
-        else:
-            hidden = target if model.spec.topology == "target_each" else feedback
+        feedback = hidden if model.spec.topology == "target_each" else feedback
+        hidden = feedback if j < last else mx.concatenate([hidden, feedback[:, -1:]], axis=1)

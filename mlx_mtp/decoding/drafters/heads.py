@@ -13,7 +13,7 @@ import mlx.core as mx
 from ...cache.step_cache import StepCache
 from ...layers.target import Target
 from ..draft_sampling import Choosers, Draft, HeadOutput, joined
-from ..head_paths import ChainedPaths, RecycledPaths
+from ..head_paths import HeadPaths
 from ..picture_rows import next_embeddings, place_head
 from ..run import Drafts, Run, rows_at
 from ..tree_levels import grown
@@ -49,7 +49,7 @@ class Heads(Drafter):
         if nodes := k if frame.plan.tree else 0:
             k = 1  # all heads read the rows before a tree's other drafts are made
         tokens, hidden, kept = run.tokens, model.capture(run.hidden), []
-        first, row = cache.layers[0].offset + 1, hidden
+        first, row = cache.layers[0].offset + 1, (feedback := hidden)
         for depth, (head, kv) in enumerate(zip(model.mtp, cache.heads, strict=False)):
             fed = rows + depth if depth < k else rows
             output = head(model.embed(tokens[:, :fed], depth), hidden[:, :fed], kv)
@@ -68,10 +68,8 @@ class Heads(Drafter):
             choices += _recycled(model, cache, row, choices[0], k, choose)
         cache.heads_follow()
         if nodes:
-            recycled = model.spec.topology == "recycle" and len(model.mtp) == 1
-            paths = RecycledPaths(model, cache, row) if recycled else ChainedPaths(model, cache)
-            most = nodes if recycled else len(cache.heads)
-            return grown(nodes, choose, HeadOutput(model, 0, row), first, paths, most)
+            paths = HeadPaths(model, cache, rows_at(feedback, accepted))
+            return grown(nodes, choose, HeadOutput(model, 0, row), first, paths, nodes)
         return joined(choices)
 
     def skip_to(self, cache: StepCache, first: int, rows: int) -> None:
