@@ -140,6 +140,21 @@ def test_the_drafts_of_each_are_those_that_it_makes_alone(subject, monkeypatch, 
     assert sum(stats.accepted_by.values()) == sum(stats.accepted)
 
 
+@pytest.mark.parametrize("name", sampled(NAMES[:1], NAMES))
+def test_each_drafts_after_trees_what_it_drafts_alone(subject, monkeypatch, name):
+    """Trees of either, in which wrong drafts have siblings and children."""
+    s = subject(name)
+    trees = [Plan("block", 7, tree=True), Plan("heads", 3, tree=True)]
+    control = Listed([trees[0], Plan("heads", s.k["heads"]), trees[1], BLOCK, PLAIN, trees[1], trees[0], BLOCK])
+    s.force({*range(0, len(s.text), 5), *range(0, len(s.text), 11)})
+    follow(monkeypatch, control)
+    assert ours(s.model, PROMPT, 4, s.n) == s.text[len(PROMPT) :]
+    accepted = {(c.plan.source, c.accepted) for c in control.cycles if c.plan.tree}
+    assert {source for source, count in accepted if count} == {"heads", "block"}
+    s.forced.calls = [call for call in s.forced.calls if call.drafts.parents is None]
+    s.check(least=2)
+
+
 def test_heads_with_windows_read_the_end_of_a_prompt_only(subject):
     """As those that draft alone; the first positions with contents show it."""
     s, starts = subject("step3p5"), []

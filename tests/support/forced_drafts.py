@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from mlx_mtp.cache.tree import RowTree
 from mlx_mtp.decoding.drafters.block import Block
 from mlx_mtp.decoding.drafters.heads import Heads
 from mlx_mtp.decoding.drafters.heads_and_block import HeadsAndBlock
@@ -20,7 +21,10 @@ class Call(NamedTuple):
 
 
 class Forced:
-    """Mixin of a drafter: notes its drafts, and replaces them by the text's tokens, wrong at some positions."""
+    """Mixin of a drafter: notes its drafts, and replaces them by the text's tokens, wrong at some positions.
+
+    A tree keeps its form: drafts of the same depth are the same.
+    """
 
     def force(self, vocab: int, text: list[int], wrong) -> Any:
         """Draft these tokens from now on; return the drafter."""
@@ -34,7 +38,10 @@ class Forced:
             return NO_DRAFTS
         at = frame.cache.layers[0].offset
         self.calls.append(Call(frame.plan.source, at, [*frame.members], drafts))
-        return Drafts(mx.take(self.given, at[:, None] + 1 + mx.arange(k)), drafts.confidence)
+        depth = mx.arange(k) + 1
+        if drafts.parents is not None:
+            depth = RowTree.of(drafts.parents, drafts.levels).depth[:, 1:]
+        return drafts._replace(tokens=mx.take(self.given, at[:, None] + depth), each=())
 
     def noted(self, end: int) -> list[tuple[str, int, list[int]]]:
         """Return (source, position of the newest token, drafts) of the calls for one sequence before a position."""

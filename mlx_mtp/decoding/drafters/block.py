@@ -50,7 +50,7 @@ class Block(Drafter):
         """
         model, cache, drafts = frame.model, frame.cache, NO_DRAFTS
         context = self.context(model, run.hidden)
-        levels = shape_of(k, self.most)[0] if frame.plan.tree else k
+        levels = shape_of(k, self.most)[0] if k and frame.plan.tree else k
         if k == 0 or run.size + levels + 1 > CALL_ROWS:  # else one call writes context and block
             self.net.append(context, cache.heads)
             cache.heads_follow()
