@@ -195,10 +195,19 @@ class Choosers:
 
     model: the target. members: one per slot, None for a free slot. allowed: masks of the tokens that may be drafted,
     int32 [k, n, words] by depth; None if any may. confidence: choices contain each draft's probability too.
+    sharpness: factor of the scores of which `best` returns the log-probabilities.
     """
 
-    def __init__(self, model: Any, members: Members, allowed: mx.array | None = None, *, confidence: bool = False):
-        self.allowed = allowed
+    def __init__(
+        self,
+        model: Any,
+        members: Members,
+        allowed: mx.array | None = None,
+        *,
+        confidence: bool = False,
+        sharpness: float = 1.0,
+    ):
+        self.allowed, self.sharpness = allowed, sharpness
         pickers = [Picker() if member is None else member.picker for member in members]
         self.chooser = DraftChooser.of(*pickers, confidence=confidence, fused=model.runtime.choosing)
         self._used = mx.array([[float(member is not None)] for member in members])
@@ -241,7 +250,7 @@ class Choosers:
                 logits = masked(logits, None if mask is None else mask[:, None])
             elif mask is not None:
                 logits = logits + along(masked(mx.zeros((n, vocab)), mask), known)
-            scores = self.chooser.scores(logits, position, known, vocab)
+            scores = self.chooser.scores(logits, position, known, vocab) * self.sharpness
             whole = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
             whole = mx.where(mx.isnan(whole), -mx.inf, whole)  # no token can be drafted
             tokens = mx.argpartition(-whole, kth=min(count, whole.shape[-1]) - 1, axis=-1)[..., :count]

@@ -30,14 +30,23 @@ def shape_of(k: int, most: int) -> tuple[int, int]:
     return levels, min(k, max(width, -(-k // levels)))
 
 
-def grown(k: int, choose: Choosers, first: DraftOutput, position: mx.array, paths: Paths, most: int) -> Drafts:
+def grown(
+    k: int,
+    choose: Choosers,
+    first: DraftOutput,
+    position: mx.array,
+    paths: Paths,
+    most: int,
+    levels: int | None = None,
+) -> Drafts:
     """Return a tree of k nodes per sequence, without a host read.
 
     first: output for the first draft of each of n sequences. position: that draft's, int32 [n]. most: maximum levels
-    that `paths` can read.
+    that `paths` can read. levels: their number, if it is not that of `shape_of`.
     """
     n, output, before = position.size, first, 1
-    levels, width = shape_of(k, most)
+    usual, width = shape_of(k, most)
+    levels = levels or usual
     beam = Beam(n, width)
     for depth in range(levels):
         if depth:

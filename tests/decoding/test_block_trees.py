@@ -16,7 +16,7 @@ from sweep import sampled
 import mlx_mtp
 from mlx_mtp.checkpoint.block_drafter import set_drafter
 from mlx_mtp.decoding import tree_levels
-from mlx_mtp.decoding.drafters.block_choice import BlockChoice
+from mlx_mtp.decoding.drafters.block_choice import SHARPNESS, BlockChoice
 from mlx_mtp.decoding.members import Single
 from mlx_mtp.decoding.sampling import Picker, Sampling
 from mlx_mtp.tuning.plan import Plan
@@ -108,7 +108,7 @@ class Lattice:
                     x = np.where(x >= np.sort(x)[-options.top_k], x, -np.inf)
                 key = mx.random.split(self.picker.key + mx.array([0, position], mx.uint32))[1]
                 x = x / options.temp + np.array(mx.random.gumbel((V,), key=key))
-            return log_softmax(x)
+            return log_softmax(SHARPNESS * x)
 
 
 def best_paths(lattice, k: int, levels: int) -> dict[tuple[int, ...], float]:
@@ -140,7 +140,7 @@ def test_trees_are_the_most_probable_paths(made, monkeypatch, kind, masks):
     model, _, w, config = made(kind)
     rng, levels, names = np.random.default_rng(len(kind)), 4, [*DRAWS]
     for k in (1, 3, 7, 15):
-        monkeypatch.setattr(tree_levels, "SHAPES", {1: (levels, k)})
+        monkeypatch.setattr(tree_levels, "SHAPES", {1: (levels, k)})  # as wide as the tree: exact
         n = len(names)
         pickers = [Picker(DRAWS[name], key=mx.array([3, i], mx.uint32)) for i, name in enumerate(names)]
         rows = mx.array(rng.standard_normal((n, levels, H)).astype(np.float32))

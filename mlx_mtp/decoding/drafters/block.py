@@ -14,7 +14,6 @@ from ...cache.step_cache import StepCache
 from ...layers.block_drafter import BlockNetwork
 from ...layers.target import Target
 from ..run import NO_DRAFTS, Drafts, Run
-from ..tree_levels import shape_of
 from .block_choice import BlockChoice
 from .drafter import Drafter, Frame
 
@@ -50,7 +49,7 @@ class Block(Drafter):
         """
         model, cache, drafts = frame.model, frame.cache, NO_DRAFTS
         context = self.context(model, run.hidden)
-        levels = shape_of(k, self.most)[0] if k and frame.plan.tree else k
+        levels = min(k, self.most) if frame.plan.tree else k
         if k == 0 or run.size + levels + 1 > CALL_ROWS:  # else one call writes context and block
             self.net.append(context, cache.heads)
             cache.heads_follow()

@@ -12,6 +12,9 @@ from ..run import Drafts
 from ..sampling import whole_rows
 from ..tree_levels import grown
 
+# Of a tree's scores, which are then about as high as the shares of right drafts: 1.0 is too low on the demo's block.
+SHARPNESS = 1.4
+
 
 class BlockChoice:
     """Chooses the drafts of n sequences from a block's output rows.
@@ -34,7 +37,9 @@ class BlockChoice:
         self.model, self.net, self.newest, self.first = model, net, newest, first
         self.confidence = confidence
         self.by_head = confidence and net.shape.confidence
-        self.choose = Choosers(model, members, allowed, confidence=confidence and not self.by_head)
+        self.choose = Choosers(
+            model, members, allowed, confidence=confidence and not self.by_head, sharpness=SHARPNESS
+        )
 
     def __call__(self, rows: mx.array) -> Drafts:
         """Return the drafts, one token for each output row [n, k, H], with their confidence if needed."""
@@ -51,7 +56,7 @@ class BlockChoice:
         """Return a tree of k drafts with one level for each of the output rows [n, levels, H]."""
         paths = BlockPaths(self.net, rows, self._logits(rows), self.model.vocab_size)
         first = paths.read(self.newest, mx.arange(len(rows)))
-        return grown(k, self.choose, first, self.first, paths, rows.shape[1])
+        return grown(k, self.choose, first, self.first, paths, rows.shape[1], rows.shape[1])
 
     def _without_logits(self, rows: mx.array) -> mx.array | None:
         """Return tokens [n, k] chosen by the kernel of the target's LM head; None if it is off or cannot choose them.
