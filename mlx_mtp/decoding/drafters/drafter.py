@@ -51,6 +51,7 @@ class Drafter(Protocol):
     no_kept: `frame.cache.kept` before the first row, without chained caches.
     reads_hidden: False for a drafter that reads only tokens, all of them.
     absorbs: it also reads prompts and pending rows while it does not draft, and skips none.
+    trees:   `propose` returns a tree of k nodes for plans with `tree`.
     row_counts: by name in plans, "" for other names, ascending numbers: recorded steps pad a run's rows to the next.
     reads:   numbers of target layers. A hidden row is the residual stream before the final norm (`Target.normed`
              applies that) and, along the same axis, the stream after each of these numbers of layers.
@@ -68,6 +69,7 @@ class Drafter(Protocol):
     no_kept: tuple[mx.array, ...] = ()
     reads_hidden: bool = True
     absorbs: bool = False
+    trees: bool = False
     row_counts: Mapping[str, tuple[int, ...]] = {}
     reads: tuple[int, ...] = ()
 
