@@ -19,6 +19,7 @@ from .control import most_together
 from .cycle_masks import CycleMasks
 from .drafters.drafter import Frame
 from .drafters.forced import Forced
+from .drafters.lookup import Lookup
 from .early import choose_early, submit_masked, verify_confident
 from .flight import Flight
 from .prefill import evaluated
@@ -60,14 +61,17 @@ def _with_room(control: Any, plan: Plan, layers: Sequence[Any]) -> Plan:
 def build(seating: Seating, new: Flight, run: Run, base: int) -> None:
     """Build or replay a planned cycle's step after the rows of `run`, whose first position is at most `base`."""
     plan, cache = new.plan, seating.cache
+    assert not (plan.tree and (plan.p_min or plan.stepwise)), "only chains are cut, or masked draft by draft"
     drafter = new.drafter = seating.drafters[plan.source] if plan.k else None
     in_step = drafter is not None and drafter.in_step
     given, first, reader = seating.enter(plan, run, base)
     if any(s is not None and s.picker.matcher for s in new.rows):
-        new.masks = CycleMasks(new.rows, plan.k, drafted=in_step)
+        new.masks = CycleMasks(new.rows, plan.k, drafted=in_step, tree=plan.tree)
     allowed = new.masks.allowed if new.masks else None
     frame = Frame(seating.model, cache, plan, reader, new.rows, first, allowed)
     drafts = NO_DRAFTS if drafter is None or in_step else drafter.propose(frame, run, plan.k)
+    if plan.stem:
+        drafts = seating.drafters[Lookup.source].propose(frame, run, plan.k)
     limit, replay = first + given.size, None
     if seating.compiled:
         frame, given, replay = seating.compiled.find(frame, given, seating.stats)

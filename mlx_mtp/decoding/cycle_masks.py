@@ -32,6 +32,7 @@ def mask_thread() -> Executor:
 class CycleMasks:
     """The masks of a cycle with k drafts per sequence, of which one or more have a grammar.
 
+    tree:    the drafts are a tree's, else a chain.
     rows:    int32 [n, k + 1, words]: the tokens that may be chosen in each row, all of them without a grammar.
     allowed: int32 [k, n, words]: the tokens that may be drafted, an input of the drafter's graph; None if no drafter
              in the step makes the drafts.
@@ -40,14 +41,15 @@ class CycleMasks:
     All tokens are allowed until a mask is written. An error of a sequence's grammar goes to the member's `fail`.
     """
 
-    def __init__(self, members: Members, k: int, *, drafted: bool):
-        self.members, self.k = members, k
+    def __init__(self, members: Members, k: int, *, drafted: bool, tree: bool = False):
+        self.members, self.k, self.tree = members, k, tree
         words = next(member.picker.matcher.words for _, member in self._guided(finished=True))  # type: ignore[union-attr]
         self.rows = mx.array(np.full((len(members), k + 1, words), -1, np.int32))
         self._rows = np.array(self.rows, copy=False)  # the memory of `rows`
         self.allowed = mx.array(np.full((k, len(members), words), -1, np.int32)) if drafted else None
         self.forced = [0] * len(members)
-        self._known: list[list[int]] = [[] for _ in members]  # drafts after which rows are written
+        self._known: list[list[int]] = [[] for _ in members]  # drafts after which masks are made
+        self._first: list[np.ndarray] = [*self._rows]  # these masks; those of a tree wait for its rows
 
     def _guided(self, *, finished: bool = False) -> Iterator[tuple[int, Member]]:
         for i, member in enumerate(self.members):
@@ -67,7 +69,8 @@ class CycleMasks:
             try:
                 matcher.follow(member.history.tokens)
                 forced = matcher.drafts(min(k, matcher.most)) if allowed is not None else []
-                fits = matcher.fill(self._rows[i][: len(forced) + 1], forced)
+                self._first[i] = np.empty_like(self._rows[i]) if self.tree else self._rows[i]
+                fits = matcher.fill(self._first[i][: len(forced) + 1], forced)
             except GrammarError as e:
                 member.fail(e)
                 continue
@@ -78,7 +81,7 @@ class CycleMasks:
                 allowed[depth, i] = 0
                 allowed[depth, i, token // 32] = np.uint32(1 << token % 32).astype(np.int32)
             if fits < k:
-                allowed[fits, i] = self._rows[i][fits]
+                allowed[fits, i] = self._first[i][fits]
 
     def write(self, drafts: Sequence[Sequence[int]] = ()) -> None:
         """Write the masks of all rows: call `begin`, then `read` with the drafts; () if the cycle has no drafts."""
@@ -98,11 +101,14 @@ class CycleMasks:
     def read(self, drafts: Sequence[Sequence[int]]) -> int:
         """Write to `rows` the mask after each given draft; the last, for the next draft, also to `allowed`.
 
-        drafts: the first drafts of each sequence. Masks after a draft that the grammar forbids, or that is an
-        end-of-text token, stay as they are.
+        drafts: the first drafts of each sequence; of a tree all, followed by their parents. Masks after a draft that
+        the grammar forbids, or that is an end-of-text token, stay as they are.
 
-        Returns the maximum, over sequences with a grammar, of the number of first drafts that are allowed.
+        Returns the maximum, over sequences with a grammar, of the number of first drafts that are allowed; of trees 0.
         """
+        if self.tree:
+            self._read_trees(drafts)
+            return 0
         most, allowed = 0, self._writable()
         for i, member in self._guided():
             matcher, new, known = member.picker.matcher, [*drafts[i]], self._known[i]
@@ -120,6 +126,25 @@ class CycleMasks:
                 allowed[fits, i] = self._rows[i][fits]
             most = max(most, fits)
         return most
+
+    def _read_trees(self, drafts: Sequence[Sequence[int]]) -> None:
+        for i, member in self._guided():
+            tokens, parents, stem = drafts[i][: self.k], drafts[i][self.k :], [0]
+            for token in self._known[i]:
+                below = (
+                    row for row in range(1, self.k + 1) if (parents[row - 1], tokens[row - 1]) == (stem[-1], token)
+                )
+                if (row := next(below, None)) is None:
+                    break
+                stem.append(row)
+            self._rows[i][stem] = self._first[i][: len(stem)]
+            self.forced[i] = min(self.forced[i], len(stem) - 1)
+            matcher = member.picker.matcher
+            assert matcher
+            try:
+                matcher.fill_tree(self._rows[i], tokens, parents, stem)
+            except GrammarError as e:
+                member.fail(e)
 
     def of_rows(self, count: int) -> Masks:
         """Return the masks of the first `count` rows of each sequence."""

@@ -108,7 +108,7 @@ def submit_pass(passed: Passed, masks: CycleMasks, thread: Executor, *, stepwise
     """
     waits: list[float] = []
     if masks.allowed is None:
-        drafts = () if passed.drafts is None else _received(passed.drafts, waits)
+        drafts = () if (drafted := _drafted(passed)) is None else _received(drafted, waits)
         with during(thread, partial(masks.write, drafts)):
             evaluated(mx.async_eval, passed.hidden)
         return waits
@@ -116,12 +116,20 @@ def submit_pass(passed: Passed, masks: CycleMasks, thread: Executor, *, stepwise
     for depth in range(masks.first_unknown, len(each) - 1):
         evaluated(mx.async_eval, each[depth])
         masks.read(_received(mx.concatenate(each[: depth + 1], axis=1), waits))
-    if passed.drafts is not None:
-        evaluated(mx.async_eval, passed.drafts)
+    drafted = _drafted(passed)
+    if drafted is not None:
+        evaluated(mx.async_eval, drafted)
     evaluated(mx.async_eval, passed.hidden)
-    if passed.drafts is not None:
-        masks.read(_received(passed.drafts, waits))
+    if drafted is not None:
+        masks.read(_received(drafted, waits))
     return waits
+
+
+def _drafted(passed: Passed) -> mx.array | None:
+    """Return the drafts [n, k], those of a tree followed by their parents, [n, 2 * k]; None if there are none."""
+    if passed.drafts is None or passed.tree is None:
+        return passed.drafts
+    return mx.concatenate([passed.drafts, passed.tree.parents], axis=1)
 
 
 @contextmanager

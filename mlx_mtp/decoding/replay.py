@@ -50,14 +50,15 @@ Pick = tuple[Sampling, bool, str]  # sampling options, whether logprobs are retu
 class ChoiceKind(NamedTuple):
     """The key of a recorded choice of tokens under masks: all that it depends on besides the values of its inputs.
 
-    shape: of the hidden rows. pick: the same for all sequences. drafts, limits: whether there are any. adapter: the
-    name of the selected one. form: None: no caches are read.
+    shape: of the hidden rows. pick: the same for all sequences. drafts, limits: whether there are any. levels: of the
+    rows' tree, 0 for a chain. adapter: the name of the selected one. form: None: no caches are read.
     """
 
     shape: tuple[int, ...]
     pick: Pick
     drafts: bool
     limits: bool
+    levels: int
     adapter: str | None
     form: None = None
 
@@ -90,7 +91,7 @@ class StepKey(NamedTuple):
         end = frame.base + rows + frame.plan.k + 1
         cache = frame.cache
         shapes = tuple(part.shape for c in cache.stepped for part in (*c.parts, *c.fresh))
-        plan = frame.plan if frame.asked else Plan("", frame.plan.k)  # the drafts are an input
+        plan = frame.plan if frame.asked else Plan("", frame.plan.k, tree=frame.plan.tree)  # the drafts are an input
         form, masked, adapter = cache.form(), _masked(frame), _adapter(frame)
         return cls(plan, frame.drafter is not None, rows, end, form, shapes, pick, masked, adapter)
 
@@ -265,7 +266,8 @@ class Compiled:
         """Return what `step.choose` returns, by a recorded graph if there is one for this frame, also with p_min."""
         pick, found = _pick(frame), None
         if pick is not None and self.choice.on:
-            given = passed.drafts is not None, limits is not None
+            levels = passed.tree.levels if passed.tree else 0
+            given = passed.drafts is not None, limits is not None, levels
             kind = ChoiceKind(tuple(passed.hidden.shape), pick, *given, _adapter(frame))
             found = self.recall(frame.model, kind, recorded_choice, HELD, stats)
         if found is None:

@@ -129,6 +129,7 @@ class Drafts(NamedTuple):
 
     def sure(self, p_min: float) -> int:
         """Wait for the confidence; return the greatest number, of any sequence, of drafts before one below p_min."""
+        assert self.parents is None, "the confidence of a tree is that of paths"
         values: Any = self.confidence.tolist()  # type: ignore[union-attr] - it was requested
         return max(next((i for i, value in enumerate(row) if value < p_min), len(row)) for row in values)
 

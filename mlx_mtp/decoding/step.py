@@ -17,6 +17,7 @@ from .masks import Masks
 from .members import Members
 from .pick import pick
 from .run import NO_DRAFTS, NONE_ACCEPTED, Drafts, Run
+from .tree_choice import Candidates, merged_candidates
 
 
 def step(
@@ -41,11 +42,16 @@ def forward(frame: Frame, run: Run, arrays: CacheArrays, drafts: Drafts = NO_DRA
 
 
 def propose(frame: Frame, run: Run, arrays: CacheArrays, drafts: Drafts = NO_DRAFTS) -> Drafts:
-    """Load the caches' arrays; return the drafts that the step's drafter makes after `run`, else `drafts`."""
+    """Load the caches' arrays; return the drafts that the step's drafter makes after `run`, else `drafts`.
+
+    With a stem these are the best of both trees.
+    """
     frame.cache.load(arrays, frame.base + run.size, frame.base)
     if frame.drafter is None:
         return drafts
     proposed = frame.drafter.propose(frame, run, frame.asked)
+    if frame.asked and frame.plan.stem:
+        return merged_candidates(Candidates.of(drafts), Candidates.of(proposed)).joined().best(frame.asked)
     return proposed if frame.asked else drafts
 
 

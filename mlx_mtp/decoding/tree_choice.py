@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..cache.tree import along
+from ..cache.tree import RowTree, along
 from .run import Drafts
 
 
@@ -21,11 +21,38 @@ class Candidates(NamedTuple):
     scores: mx.array
     levels: int
 
+    @classmethod
+    def of(cls, drafts: Drafts) -> "Candidates":
+        """Return the nodes of a tree with path probabilities."""
+        assert drafts.tokens is not None
+        assert drafts.parents is not None
+        assert drafts.confidence is not None
+        return cls(drafts.tokens, drafts.parents - 1, mx.log(drafts.confidence), drafts.levels)
+
+    def joined(self) -> "Candidates":
+        """Return the candidates with those of equal paths joined: the first has the best score, the others -infinity.
+
+        Parents must come before their children.
+        """
+        tree = RowTree.of(self.parents + 1, self.levels)
+        tokens = along(mx.pad(self.tokens, [(0, 0), (1, 0)]), tree.ancestors)
+        paths = mx.where(mx.arange(tree.levels) <= tree.depth[..., None], tokens, -1)[:, 1:]
+        same = (paths[:, :, None] == paths[:, None]).all(axis=-1)
+        first, best = mx.argmax(same, axis=-1), mx.where(same, self.scores[:, None], -mx.inf).max(axis=-1)
+        parents = mx.where(self.parents < 0, -1, along(first, mx.maximum(self.parents, 0)).astype(mx.int32))
+        scores = mx.where(first == mx.arange(first.shape[1]), best, -mx.inf)
+        return self._replace(parents=parents, scores=scores)
+
     def best(self, k: int) -> Drafts:
         """Return the tree of the k candidates with the best scores, of equal ones the first, in their order.
 
         With fewer than k finite scores it contains nodes of probability 0. k: at most M.
         """
+        tokens, chances, parents = self.nodes(k)
+        return Drafts(tokens, chances, parents=parents, levels=min(self.levels, k))
+
+    def nodes(self, k: int) -> tuple[mx.array, mx.array, mx.array]:
+        """Return the tokens, path probabilities and parents of `best`, [n, k] each."""
         count = self.tokens.shape[1]
         index, mine, other = mx.arange(count), self.scores[:, :, None], self.scores[:, None]
         ahead = (other > mine) | ((other == mine) & (index < index[:, None]))
@@ -33,8 +60,7 @@ class Candidates(NamedTuple):
         row = mx.cumsum(chosen.astype(mx.int32), axis=-1)  # of each candidate, or of the last chosen one before it
         order = mx.argsort(mx.where(chosen, index, index + count), axis=-1)[:, :k]
         above = mx.where(self.parents < 0, 0, along(row, mx.maximum(self.parents, 0)))
-        chances = mx.exp(along(self.scores, order))
-        return Drafts(along(self.tokens, order), chances, parents=along(above, order), levels=min(self.levels, k))
+        return along(self.tokens, order), mx.exp(along(self.scores, order)), along(above, order)
 
 
 def merged_candidates(*sources: Candidates) -> Candidates:

@@ -47,8 +47,8 @@ class Constraint(NamedTuple):
         A GatedMatcher if there is a gate. stats: as in `Matcher`. Raises GrammarError if the grammar does not accept
         the gate's `begun`.
         """
-        how = self.parser.deep_copy(), self.styles, self.eos, (self.own_words, self.words)
-        found = GatedMatcher(*how, gate=self.gate, vocabulary=self.vocabulary) if self.gate else Matcher(*how)
+        how = self.parser.deep_copy(), self.styles, self.eos, (self.own_words, self.words), self.vocabulary
+        found = GatedMatcher(*how, gate=self.gate) if self.gate else Matcher(*how)
         found.start, found.most, found.stats = start, most, stats
         return found
 

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .matcher import EarlierChoices, Matcher, allows
-from .vocabulary import Vocabulary
+from .matcher import EarlierChoices, Matcher, Proposed, Rows, allows
 
 PATTERN_TAIL = 256  # bytes of the answer in which a pattern is searched
 
@@ -65,9 +64,9 @@ class GatedMatcher(Matcher):
     begins with a token.
     """
 
-    def __init__(self, *how: Any, gate: Gate, vocabulary: Vocabulary):
+    def __init__(self, *how: Any, gate: Gate):
         super().__init__(*how)
-        self._gate, self._vocabulary = gate, vocabulary
+        self._gate, vocabulary = gate, self._vocabulary
         texts = [(text, "rest") for text in gate.instead], [(gate.opens, "free")] if gate.opens else []
         later, first = ([(vocabulary.tokens(text), then) for text, then in some] for some in texts)
         self._others = {"start": later, "first": [*first, *later]}
@@ -87,7 +86,7 @@ class GatedMatcher(Matcher):
         for token in tokens[self.start + self.size :]:
             self._step(int(token))
 
-    def _fill(self, masks: np.ndarray, drafts: Sequence[int], known: int) -> int:
+    def _fill(self, masks: Rows, drafts: Sequence[int], known: int) -> int:
         if self._place.kind == "grammar" and not self._gate.repeats:
             return super()._fill(masks, drafts, known)
         ahead, fits = copy(self), 0
@@ -114,6 +113,12 @@ class GatedMatcher(Matcher):
             found = super().drafts(most)
             return found[:-1] if self._gate.repeats and found[-1:] == [self.eos[0]] else found
         return [*self._place.mark[:most]]
+
+    def tree(self, most: int) -> list[Proposed]:
+        """Return up to `most` tokens: where the grammar applies, those of `Matcher.tree`, else those of `drafts`."""
+        if self._place.kind == "grammar":
+            return super().tree(most)
+        return [Proposed(token, row, 1.0) for row, token in enumerate(self.drafts(most))]
 
     def _begin(self) -> GatePosition:
         self._consume(self._begun)

@@ -29,7 +29,8 @@ class Plan:
     source: a name of the drafter (`Drafter.source` and `others`). k: maximum number of drafts, 0 for a plain step.
     p_min: whether the drafter's confidence is read, and only the leading confident drafts are verified. stepwise:
     with a grammar, the host reads each draft before the next one is made, and all are masked; otherwise only those
-    that the grammar forces, and the first one after them. tree: the k drafts are a tree's, else a chain.
+    that the grammar forces, and the first one after them. tree: the k drafts are a tree's, else a chain. stem: they
+    are the best of the tree of the model's drafter and of one of copies; only with `tree`.
     """
 
     source: str = "heads"
@@ -37,6 +38,7 @@ class Plan:
     p_min: bool = False
     stepwise: bool = False
     tree: bool = False
+    stem: bool = False
 
     @property
     def kind(self) -> str:

@@ -11,7 +11,7 @@ from picture_prompts import TWIN, A, B, C, Vision, generated, pictured, tokens_o
 from stand_in import standing_in, switched_on
 
 import mlx_mtp
-from mlx_mtp.decoding.drafters.lookup import continued
+from mlx_mtp.decoding.drafters.lookup import Copied
 from mlx_mtp.decoding.history import TokenHistory
 from mlx_mtp.layers.prompt_rows import PromptRows
 from mlx_mtp.pictures.rows import Picture, mark_ids, places_in, positions_of
@@ -132,8 +132,8 @@ def test_lookup_neither_matches_nor_drafts_pictures():
     assert history.exact(len(exact) + 2) == exact + answer[:2]
     (length, begin), *_ = history.matches(len(exact) + len(answer))
     assert (length, begin) == (4, 4)
-    drafts = continued(history, len(exact) + 4, [begin], mx.array([5]), mx.array([0]), 4)
-    assert drafts.tolist() == [6, 0, 0, 0]
+    copied = Copied.of(history, len(exact) + 4, [(length, begin)], mx.array([5]), mx.array([0]), 4)
+    assert copied.chain().tolist() == copied.tree()[0][0].tolist() == [6, 0, 0, 0]
 
 
 def test_text_embeddings_alone_and_a_trim_into_a_picture(tmp_path):

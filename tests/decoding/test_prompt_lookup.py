@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.decoding.drafters.lookup import TRIED, continued
+from mlx_mtp.decoding.drafters.lookup import TRIED, Copied
 from mlx_mtp.decoding.history import LONGEST, TokenHistory
 from mlx_mtp.decoding.policy import lookup_drafts
 from mlx_mtp.layers.kernel_site import TOGETHER_ROWS
@@ -63,13 +63,14 @@ def test_drafts_follow_the_first_copy_that_the_unread_tokens_continue(data):
         rows[data.draw(st.integers(0, len(rows) - 1))] = data.draw(st.sampled_from([0, 1, 2]))
     last, k = data.draw(st.integers(0, len(rows) - 1)), data.draw(st.integers(1, 15))
     text = TokenHistory(known)
-    assert [start for _, start in text.matches(len(known))][:TRIED] == starts
+    found = text.matches(len(known))[:TRIED]
+    assert [start for _, start in found] == starts
     whole = known + rows[: last + 1]
     best = next((s for s in starts if all(whole[s + j] == rows[j] for j in range(last + 1))), starts[0])
     expected = list(whole)
     for _ in range(k):
         expected.append(expected[best - len(known)])
-    drafts = continued(text, len(known), starts, mx.array(rows), mx.array([last]), k)
+    drafts = Copied.of(text, len(known), found, mx.array(rows), mx.array([last]), k).chain()
     assert drafts.tolist() == expected[len(whole) :]
 
 

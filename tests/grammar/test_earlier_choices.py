@@ -105,7 +105,7 @@ def test_only_tokens_whose_masks_were_noted_are_stored():
     """A mask that was noted behind a draft belongs to the answer only if that draft does."""
     noted, few = matcher.EarlierChoices(), np.array([0b11, *[0] * 99], np.int32)
     for new in ([7, 5], [1, 6], [1]):
-        noted.note(0, few, [1])
-        noted.note(1, few, [1])
+        noted.note([], few)
+        noted.note([1], few)
         noted.follow(new)
     assert [noted.after(before, few) for before in (-1, 5, 1, 6, 7)] == [[7], [1], [6], [1], []]
