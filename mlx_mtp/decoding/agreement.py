@@ -39,7 +39,7 @@ class Agreement:
         if self.ranks.rank == 0:
             plan = self.control.plan(history.matched(), pending_rows)
             source = self.sources.index(plan.source) if plan.k else 0
-            how = plan.p_min + 2 * plan.stepwise + 4 * plan.tree
+            how = plan.p_min + 2 * plan.stepwise + 4 * plan.tree + 8 * plan.stem
             decision = [source, plan.k, how, int(self.ranks.stopping)]
         tokens = history.tokens
         same = [len(tokens), zlib.crc32(tokens[-CHECKED:].tobytes()) >> 1]
@@ -53,7 +53,7 @@ class Agreement:
             self._plans.clear()
             raise KernelRefused(refused.refusals if refused else [], voted=True)
         source, k, how, stopping, *_ = found[0]
-        flags = (how & bit > 0 for bit in (1, 2, 4))
+        flags = (how & bit > 0 for bit in (1, 2, 4, 8))
         self._plans.append(Plan(self.sources[source], k, *flags) if k else Plan())
         self.stopping = self.stopping or bool(stopping)
 

@@ -8,7 +8,7 @@ from ..cache.prompt_cache import PromptCache
 from ..cache.ring import MAX_ROWS
 from ..grammar import Matcher
 from ..layers.experts import expert_counts
-from ..layers.made import Plain
+from ..layers.made import Made
 from ..layers.target import Target
 from ..tuning.controller import Controller
 from ..tuning.cost_file import RememberedCosts, shapes_of
@@ -49,13 +49,13 @@ def forced_drafts(cache: PromptCache, *, plain: bool, asked: int | None) -> int:
     return asked
 
 
-def tree_rows(cache: PromptCache, picker: Picker, k: int, *, grammar: bool, adaptive: bool, asked: int | None) -> int:
+def tree_rows(cache: PromptCache, picker: Picker, k: int, *, adaptive: bool, asked: int | None) -> int:
     """Return the maximum rows of a sequence's trees, 0 for none. k: the drafter's maximum. asked: the option `tree`.
 
-    None means MAX_ROWS with adaptive drafting. There are none with a grammar or a caller's processors, whose rows
-    must be those of one path, nor if no drafter has trees or the model cannot verify them.
+    None means MAX_ROWS with adaptive drafting. There are none with a caller's processors, which read the tokens of
+    one path, nor if no drafter has trees or the model cannot verify them.
     """
-    if not k or grammar or picker.callers or cache.is_mlx_lm:
+    if not k or picker.callers or cache.is_mlx_lm:
         return 0
     rows = asked if asked is not None else MAX_ROWS if adaptive else 0
     return rows if rows and tree_sources(cache.model) and not tree_reason(cache.model) else 0
@@ -64,8 +64,8 @@ def tree_rows(cache: PromptCache, picker: Picker, k: int, *, grammar: bool, adap
 def tree_reason(model: Target) -> str | None:
     """Return why a model cannot verify trees of drafts; None if it can."""
     kinds = {getattr(kind, "func", kind) for kind in model.windows()}
-    if isinstance(model, Plain):
-        return "the positions of its rows are set by mlx-lm's code"
+    if isinstance(model, Made) and model.form.no_trees:
+        return model.form.no_trees
     if StateCache in kinds:
         return "it reads rows again after a rejected draft"
     return "its convolutions are mlx-lm's" if ConvolutionCache in kinds else None

@@ -116,7 +116,7 @@ def new_sequence(
     picker: without the matcher of `grammar`. k: maximum drafts of the drafter. uid, longest: fields of `Sequence`.
     Raises ValueError for drafts that the cache excludes.
     """
-    tree = tree_rows(cache, picker, k, grammar=grammar is not None, adaptive=asked.adaptive, asked=asked.tree)
+    tree = tree_rows(cache, picker, k, adaptive=asked.adaptive, asked=asked.tree)
     lookup = lookup_drafts(cache, k, plain=asked.plain, adaptive=asked.adaptive, asked=asked.prompt_lookup)
     forced = forced_drafts(cache, plain=asked.plain, asked=asked.grammar_drafts)
     picker.matcher = grammar.matcher(cache.offset + prompt, forced, stats) if grammar else None

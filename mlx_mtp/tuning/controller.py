@@ -68,7 +68,7 @@ class Controller:
         self.trees = {
             name: [Plan(name, k, tree=True) for k in tree_ladder(longest)]
             for name, longest in trees.items()
-            if longest > 1 and (name in self.own or (max_lookup and name == names[Role.COPY]))
+            if longest > 1 and (max_lookup or name != names[Role.COPY])
         }
         self.kinds = {*self.own, *(Plan(name, tree=True).kind for name in self.trees.keys() & self.own.keys())}
         self.room = 15  # maximum drafts of a tree by the memory of its copies of caches, which the decode loop sets
@@ -134,6 +134,8 @@ class Controller:
         if self._measures:
             return planned
         choices = [self._after_forced(Plan(self.names[Role.GRAMMAR], k), forced) for k in ladder(max(forced))]
+        if trees := self.trees.get(self.names[Role.GRAMMAR]):
+            choices += self._expect_trees(trees, 0, self._rates(self.names[Role.GRAMMAR], max(forced)))
         if planned.tree:
             now = self._planned._replace(plan=planned)
         else:
@@ -172,10 +174,10 @@ class Controller:
         """Count the nodes of a cycle's trees, if any sequence could accept them."""
         if not cycle.nodes:
             return
-        plan, classes = cycle.plan, f"nodes {cycle.plan.source}"
+        plan, classes = cycle.plan, f"nodes of {cycle.plan.kind}"
         self._count(classes, *calibrations(cycle.nodes))
         self._count(self.kind_of(plan, cycle.matched), *ranks(cycle.nodes, self.costs.counts[classes]))
-        if plan.source in self.own:
+        if plan.source in self.own and not plan.stem:
             first = sum(any(node.kept for node in nodes) for nodes in cycle.nodes) / len(cycle.nodes)
             self._compete(plan, first, 1.0)
 
@@ -199,7 +201,8 @@ class Controller:
 
     def kind_of(self, plan: Plan, matched: int) -> str:
         """Return the name under which acceptance of a plan's drafts is counted. matched: as in `plan`."""
-        return f"{plan.kind} {min(matched, 16).bit_length()}" if plan.source == self.names[Role.COPY] else plan.kind
+        copied = plan.stem or plan.source == self.names[Role.COPY]
+        return f"{plan.kind} {min(matched, 16).bit_length()}" if copied else plan.kind
 
     def _score(self, choice: PlanEstimate) -> float:
         bonus = DRAFT_BONUS if choice.plan.k and not choice.plan.p_min else PLAIN_BONUS
@@ -238,16 +241,22 @@ class Controller:
                 choices.append(PlanEstimate(sure, rate * like.steps, like.steps, rows))
         longest = max(1, 2 * max(p.k for p in costs.levels))  # at most twice the longest measured plan
         choices = [c for c in choices if c.plan.k <= longest or (c.plan.p_min and longest > 2)]
-        for source in self.trees.keys() & self.own.keys():
-            trees = self._expect_trees(source, self.own[source], self.trees[source], rows)
-            choices += [c for c in trees if c.plan.k <= longest + 1]  # 3, 7, 15: twice the rows
+        copied, rates = [], list[float]()
         if matched >= SHORTEST and self.lookups:
             kind = self.kind_of(self.lookups[0], matched)
-            copied = self._expect(kind, self.lookups)
-            if trees := self.trees.get(self.names[Role.COPY]):
-                copied += self._expect_trees(kind, self.lookups, trees)
-            choices += [c for c in copied if c.plan.k <= max(3, longest + 1)]  # 3, 7, 15: twice the rows
-        return choices
+            copied, rates = self._expect(kind, self.lookups), self._rates(kind, self.lookups[-1].k)
+            copied += self._expect_trees(self.trees.get(self.names[Role.COPY], []), matched, rates)
+        for source in self.trees.keys() & self.own.keys():
+            own = self._rates(source, self.own[source][-1].k)
+            copied += self._expect_trees(self.trees[source], matched, own, rows)
+            if rates:
+                stems = [replace(plan, stem=True) for plan in self.trees[source]]
+                better = [max(pair) for pair in zip_longest(own, rates, fillvalue=0.0)]
+                copied += self._expect_trees(stems, matched, better, rows)
+        # 3, 7, 15: twice the rows
+        return choices + [
+            c for c in copied if c.plan.k <= max(3 if c.plan.source not in self.own else 0, longest + 1)
+        ]
 
     def _expect(self, kind: str, plans: list[Plan], rows: float = 0.0) -> list[PlanEstimate]:
         """Return an estimate of the tokens and plain steps of each plan; plans: in ascending order of drafts.
@@ -259,12 +268,14 @@ class Controller:
         return [self._estimate(plan, rates[: plan.k], rows) for plan in plans]
 
     def _expect_trees(
-        self, kind: str, chains: list[Plan], trees: list[Plan], rows: float = 0.0
+        self, trees: list[Plan], matched: int, chain: list[float], rows: float = 0.0
     ) -> list[PlanEstimate]:
-        """Return an estimate of each tree with room, as `_expect`. kind, chains: of the same drafter's chains."""
-        counts, chain = self.costs.counts.get(f"tree {kind}", []), self._rates(kind, chains[-1].k)
-        reached = [*accumulate(tree_chances(counts, chain, trees[-1].k), initial=1.0)]
+        """Return an estimate of each tree with room, as `_expect`. chain: shares of accepted drafts of chains."""
         fitting = [plan for plan in trees if plan.k <= self.room]
+        if not fitting:
+            return []
+        counts = self.costs.counts.get(self.kind_of(trees[0], matched), [])
+        reached = [*accumulate(tree_chances(counts, chain, trees[-1].k), initial=1.0)]
         return [PlanEstimate(plan, reached[plan.k], self.costs.steps(plan), rows) for plan in fitting]
 
     def _estimate(self, plan: Plan, rates: Sequence[float], rows: float = 0.0) -> PlanEstimate:

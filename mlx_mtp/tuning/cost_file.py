@@ -90,9 +90,10 @@ def to_json(costs: Costs) -> dict[str, Any]:
 
 
 def _seconds(levels: dict[Plan, float], pace: float) -> list[list[Any]]:
-    # A stepwise plan has the fourth value 1, a tree 2.
+    # A stepwise plan has the fourth value 1, a tree 2, one with a stem 3.
+    numbers = {p: p.stepwise or (2 + p.stem) * p.tree for p in levels}
     return [
-        [p.source, p.k, math.exp(level + pace), *[1 + p.tree] * (p.stepwise or p.tree)] for p, level in levels.items()
+        [p.source, p.k, math.exp(level + pace), *[int(numbers[p])] * bool(numbers[p])] for p, level in levels.items()
     ]
 
 
@@ -133,7 +134,10 @@ def _levels(seconds: list[Any]) -> dict[Plan, float]:
 
     ValueError for seconds that are not positive or no entries, KeyError without the plain plan.
     """
-    spent = {Plan(source, k, stepwise=more == [1], tree=more == [2]): value for source, k, value, *more in seconds}
+    spent = {
+        Plan(source, k, stepwise=more == [1], tree=more in ([2], [3]), stem=more == [3]): value
+        for source, k, value, *more in seconds
+    }
     if min(spent.values()) <= 0:
         raise ValueError(f"seconds={seconds}")
     return {plan: math.log(value / spent[PLAIN]) for plan, value in spent.items()}

@@ -42,9 +42,9 @@ class Plan:
 
     @property
     def kind(self) -> str:
-        """The name under which acceptance is counted; that of copies also depends on the length of the match."""
+        """The name under which acceptance is counted; with copies it also depends on the length of the match."""
         if self.tree:
-            return f"tree {self.source}"
+            return f"stem {self.source}" if self.stem else f"tree {self.source}"
         return f"confident {self.source}" if self.p_min else "stepwise" if self.stepwise else self.source
 
 

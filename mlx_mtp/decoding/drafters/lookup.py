@@ -104,7 +104,8 @@ class Copied(NamedTuple):
     def tree(self) -> tuple[mx.array, mx.array, mx.array]:
         """Return a tree of the best k drafts: its tokens, path probabilities and parents, [1, k] each.
 
-        It has the copies that are followed, or all if none is. Equal prefixes are joined. The chance of a draft is its copies' share of the votes of the copies that continue the one before it.
+        It has the copies that are followed, or all if none is. Equal prefixes are joined. The chance of a draft is
+        its copies' share of the votes of the copies that continue the one before it.
         """
         count, k = self.tokens.shape
         alive, index = self.followed == self.followed.max(), mx.arange(count)
