@@ -19,6 +19,8 @@ from mlx_mtp.cache.tree import RowTree, along
 NAMES = ["step3p5", "qwen3_next", "nemotron_h_latent", "glm_moe_dsa_shared", "mimo_v2_flash"]
 LONG = PROMPT * 4  # the windows of 8, in rings of 40 slots, wrap inside the tree or just before it
 
+FULL = PROMPT * 23  # 253 tokens: buffers of 256 positions grow in the tree
+
 
 @pytest.fixture(scope="module")
 def subject(tiny_models, tmp_path_factory):
@@ -77,6 +79,7 @@ def cases(tiny_models, subject):
     for name in sampled(NAMES, ["step3p5", *families.FAMILIES]):
         for prompt in sampled([LONG[:36]], [PROMPT[:1], PROMPT, LONG[:36], LONG]):
             yield subject(name).model, subject(name).plain, prompt, {}
+    yield subject("step3p5").model, subject("step3p5").plain, FULL, {}
     model, _ = quantizable_model(tiny_models)
     for layout in ({"kv_bits": 4}, {"max_kv_size": 12}, {"kv_bits": 8, "max_kv_size": 12}):
         for prompt in sampled([LONG[:36]], [PROMPT[:1], PROMPT, LONG[:36], LONG]):
