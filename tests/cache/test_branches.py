@@ -132,6 +132,7 @@ def test_trees_of_a_pool_are_those_of_each_sequence(tiny_models, subject):
         tree = RowTree.of(mx.array(parents), levels)
         for c in pool.layers:
             c.limit = len(prompt)
+        start = pool.mark()
         hidden = hidden_of_tree(model, pool.layers, mx.array(tokens), tree)
         last = [rng.randrange(k + 1) for _ in range(n)]
         paths = [path_to(each, row) for each, row in zip(parents, last, strict=True)]
@@ -147,3 +148,7 @@ def test_trees_of_a_pool_are_those_of_each_sequence(tiny_models, subject):
             pool.copy_out(mark, copied, slot, row, base=cache.offset, rows=len(kept))
             copied.settle(cache.tokens + kept)
             assert_equal(copied, plain)
+        pool.restore(start)
+        assert pool.fresh == []
+        pool.restore(mark)
+        assert [bool(fresh) for fresh in pool.fresh] == [not c.is_state for c in pool.layers]
