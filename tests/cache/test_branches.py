@@ -19,6 +19,8 @@ from mlx_mtp.cache.tree import RowTree, along
 NAMES = ["step3p5", "qwen3_next", "nemotron_h_latent", "glm_moe_dsa_shared", "mimo_v2_flash"]
 LONG = PROMPT * 4  # the windows of 8, in rings of 40 slots, wrap inside the tree or just before it
 
+FULL = PROMPT * 23  # 253 tokens: buffers of 256 positions grow in the tree
+
 
 @pytest.fixture(scope="module")
 def subject(tiny_models, tmp_path_factory):
@@ -77,6 +79,7 @@ def cases(tiny_models, subject):
     for name in sampled(NAMES, ["step3p5", *families.FAMILIES]):
         for prompt in sampled([LONG[:36]], [PROMPT[:1], PROMPT, LONG[:36], LONG]):
             yield subject(name).model, subject(name).plain, prompt, {}
+    yield subject("step3p5").model, subject("step3p5").plain, FULL, {}
     model, _ = quantizable_model(tiny_models)
     for layout in ({"kv_bits": 4}, {"max_kv_size": 12}, {"kv_bits": 8, "max_kv_size": 12}):
         for prompt in sampled([LONG[:36]], [PROMPT[:1], PROMPT, LONG[:36], LONG]):
@@ -129,6 +132,7 @@ def test_trees_of_a_pool_are_those_of_each_sequence(tiny_models, subject):
         tree = RowTree.of(mx.array(parents), levels)
         for c in pool.layers:
             c.limit = len(prompt)
+        start = pool.mark()
         hidden = hidden_of_tree(model, pool.layers, mx.array(tokens), tree)
         last = [rng.randrange(k + 1) for _ in range(n)]
         paths = [path_to(each, row) for each, row in zip(parents, last, strict=True)]
@@ -144,3 +148,7 @@ def test_trees_of_a_pool_are_those_of_each_sequence(tiny_models, subject):
             pool.copy_out(mark, copied, slot, row, base=cache.offset, rows=len(kept))
             copied.settle(cache.tokens + kept)
             assert_equal(copied, plain)
+        pool.restore(start)
+        assert pool.fresh == []
+        pool.restore(mark)
+        assert [bool(fresh) for fresh in pool.fresh] == [not c.is_state for c in pool.layers]

@@ -21,7 +21,7 @@ from tree_drafts import TreeDrafts, TreeHeads, TreeScript, assert_equal, decoded
 import mlx_mtp
 from mlx_mtp.cache.tree import RowTree
 from mlx_mtp.decoding.accept import Passed, accept_path
-from mlx_mtp.decoding.logit_rules import LogitRules
+from mlx_mtp.decoding.logit_rules import LogitRules, changed
 from mlx_mtp.decoding.run import NO_DRAFTS, Drafts
 from mlx_mtp.decoding.sampling import Sampling
 from mlx_mtp.serve.token_rules import bad_words_of
@@ -288,3 +288,21 @@ def test_the_deepest_right_path_is_accepted():
     assert found >= {0, 1, 2, 3}
     run = accept_path(passed._replace(confidence=None), mx.array(tokens), None, None)
     assert {node.probability for read in run.read() for node in read.nodes} == {1.0}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_of_a_row_are_those_of_its_path(name):
+    """Positions up to which tokens are excluded, and ends of bad words, lie inside the trees."""
+    rng, k = np.random.default_rng(1), 7
+    for _ in range(sampled([5], [100])[0]):
+        parents = np.array([[rng.integers(0, i + 1) for i in range(k)] for _ in range(2)])
+        drafts, logits = rng.integers(0, 13, (2, k)), mx.array(rng.normal(size=(2, k + 1, 13)).astype(np.float32))
+        past = [rng.integers(0, 13, len(PROMPT) + n).astype(np.int32) for n in (8, 2)]
+        tree, rules = RowTree.of(mx.array(parents), k), [LogitRules(**RULES[name])] * 2
+        found = changed(logits, rules, past, mx.array(drafts), None, tree)
+        for i, row in np.ndindex(2, k + 1):
+            path = [drafts[i][j - 1] for j in tree.ancestors[i, row, 1 : tree.depth[i, row].item() + 1].tolist()]
+            own = np.array([*past[i], *path], np.int32)
+            assert mx.array_equal(
+                found[i, row], changed(logits[i : i + 1, row : row + 1], rules[:1], [own], None)[0, 0]
+            )

@@ -136,7 +136,7 @@ def heads_and_blocks(path: str, group, drafter: str) -> dict:
 
 
 def branched(path: str, group, k: int = 7) -> dict:
-    """Return texts, plain and with random trees, and of how many trees more than one draft was accepted."""
+    """Return texts, plain and with random trees, and the number of trees with more than one accepted draft."""
     model, control, found = mlx_mtp.load_model(path, tensor_group=group), TreeScript(1, most=k), {}
     for kind, options in (("plain", {}), ("seeded", {"temp": 1.0, "seed": 7})):
         found[kind] = generated(model, num_draft_tokens=0, **options)

@@ -86,7 +86,7 @@ class TreeDrafts(Trees, Drafter):
 
 
 class TreeHeads(Trees, Heads):
-    """Random trees in the place of the heads' drafts, which are in `noted` with the target's positions."""
+    """Random trees instead of the heads' drafts, which are in `noted` with the target's positions."""
 
     def __init__(self, model):
         super().__init__(model)
