@@ -104,7 +104,8 @@ class CycleMasks:
         drafts: the first drafts of each sequence; of a tree all, followed by their parents. Masks after a draft that
         the grammar forbids, or that is an end-of-text token, stay as they are.
 
-        Returns the maximum, over sequences with a grammar, of the number of first drafts that are allowed; trees: 0.
+        Returns the maximum, over sequences with a grammar, of the number of first drafts that are allowed. For a
+        tree it is 0.
         """
         if self.tree:
             self._read_trees(drafts)

@@ -147,8 +147,8 @@ class Matcher:
             while path[0]:
                 path.insert(0, parents[path[0] - 1])
             ready = sum(each in done for each in path)
-            fits = self.fill([masks[i] for i in path], [drafts[i - 1] for i in path[1:]], ready)
-            done.update(path[: fits + 1])
+            self.fill([masks[i] for i in path], [drafts[i - 1] for i in path[1:]], ready)
+            done.update(path)
 
     def _fill(self, masks: Rows, drafts: Sequence[int], known: int) -> int:
         taken = fits = 0

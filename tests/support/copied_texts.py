@@ -1,22 +1,20 @@
-"""Texts with ambiguous repeats, and the tokens a pass of drafts that copy from them, without a model.
+"""Texts with ambiguous repeats, and the tokens a pass of drafts that copy from them, without a model."""
 
-Run `python tests/support/copied_texts.py` to print tokens a pass of chains and of trees.
-"""
-
+import ast
 import json
 import random
 import sysconfig
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import grammars
 import mlx.core as mx
 
 from mlx_mtp.decoding.drafters.lookup import Lookup
 from mlx_mtp.decoding.history import TokenHistory
 from mlx_mtp.decoding.run import Run
 from mlx_mtp.tuning.plan import Plan
-
-FILES = ("encodings/cp437.py", "locale.py", "mimetypes.py", "opcode.py", "pickletools.py", "tkinter/ttk.py")
 
 
 def records(seed: int) -> str:
@@ -35,7 +33,7 @@ def records(seed: int) -> str:
 
 
 def calls(seed: int) -> str:
-    """Return code whose lines begin alike and go on in a few ways."""
+    """Return code whose lines begin alike and end in a few ways."""
     rng = random.Random(seed)
     names, words = ["name", "value", "index", "count"], ["True", "None", "0", "other"]
     line = "        self.{0} = {1} if self.{2} is None else self.{0}\n"
@@ -43,12 +41,36 @@ def calls(seed: int) -> str:
     return "".join(body)
 
 
-def texts() -> dict[str, str]:
-    """Return texts by name: made ones, and files of the standard library."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    return {"records": records(1), "calls": calls(1)} | {
-        name: (library / name).read_text(encoding="utf-8") for name in FILES
-    }
+def table(seed: int) -> str:
+    """Return a table whose cells have few values."""
+    rng, columns = random.Random(seed), (["open", "closed", "done"], ["low", "high"], ["yes", "no", "-"])
+    return "".join(f"| {' | '.join(map(rng.choice, columns))} |\n" for _ in range(300))
+
+
+def code(seed: int) -> str:
+    """Return the text of instructions, of few kinds and registers."""
+    rng, names = random.Random(seed), ["mov", "add", "sub", "mul"]
+    return "".join(f"    {rng.choice(names)} r{rng.randrange(4)}, r{rng.randrange(4)}\n" for _ in range(300))
+
+
+def values(seed: int) -> str:
+    """Return a list of constants."""
+    rng = random.Random(seed)
+    return "".join(f"{rng.choice(['True', 'False', 'None'])}, " for _ in range(1500))
+
+
+def tree_of(name: str) -> str:
+    """Return the syntax tree of a module of the standard library."""
+    return ast.dump(ast.parse(library(name)))
+
+
+def library(name: str) -> str:
+    return (Path(sysconfig.get_paths()["stdlib"]) / name).read_text(encoding="utf-8")
+
+
+AMBIGUOUS = {"table": lambda: table(1), "code": lambda: code(1), "values": lambda: values(1)}
+OTHERS = {"records": lambda: records(1), "calls": lambda: calls(1), "copy.py": lambda: tree_of("copy.py")}
+FILES = {name: partial(library, name) for name in ("encodings/cp437.py", "locale.py", "mimetypes.py", "opcode.py")}
 
 
 def decode(ids: list[int], start: int, k: int, *, tree: bool) -> tuple[int, int]:
@@ -90,3 +112,10 @@ def right(drafts, text: list[int]) -> int:
         if parent in depth and text[depth[parent]] == token:
             depth[row] = depth[parent] + 1
     return max(depth.values())
+
+
+def rates(text: str, rows: int, *, tokens: int = 1800) -> tuple[float, float]:
+    """Return tokens a pass of chains and of trees with as many rows in the first `tokens` tokens of a text."""
+    ids = grammars.demo_tokenizer().encode(text, add_special_tokens=False)[:tokens]
+    chain, tree = (decode(ids, 600, rows - 1, tree=tree) for tree in (False, True))
+    return chain[0] / chain[1], tree[0] / tree[1]

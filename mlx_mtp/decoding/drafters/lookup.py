@@ -21,7 +21,7 @@ TRIED = 8  # copies of a chain that are compared with the tokens that the host h
 BRANCHES = 8  # maximum number of copies in a tree
 
 # Copies vote for the next token: one of n tokens with n - 1, and OTHER is the vote for any other token. Fitted to the
-# standard library's sources, in which a copy of 3 tokens goes on right in 53%, one of 32 in 92%.
+# standard library's sources, where a copy of 3 tokens is right in 53%, one of 32 in 92%.
 OTHER = 1.7
 UNFOLLOWED = 2.0  # assumed length of all copies if the device's tokens continue none
 
