@@ -8,7 +8,7 @@ from ..cache.prompt_cache import PromptCache
 from ..cache.ring import MAX_ROWS
 from ..grammar import Matcher
 from ..layers.experts import expert_counts
-from ..layers.made import Plain
+from ..layers.made import Made
 from ..layers.target import Target
 from ..tuning.controller import Controller
 from ..tuning.cost_file import RememberedCosts, shapes_of
@@ -64,8 +64,8 @@ def tree_rows(cache: PromptCache, picker: Picker, k: int, *, grammar: bool, adap
 def tree_reason(model: Target) -> str | None:
     """Return why a model cannot verify trees of drafts; None if it can."""
     kinds = {getattr(kind, "func", kind) for kind in model.windows()}
-    if isinstance(model, Plain):
-        return "the positions of its rows are set by mlx-lm's code"
+    if isinstance(model, Made) and model.form.no_trees:
+        return model.form.no_trees
     if StateCache in kinds:
         return "it reads rows again after a rejected draft"
     return "its convolutions are mlx-lm's" if ConvolutionCache in kinds else None
