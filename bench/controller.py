@@ -5,16 +5,18 @@
 Scenarios are drawn from all cost tables, traces, drifts and wrong starting costs of tests/support/simulator.py.
 Ratios are of tokens per second over all seeds together; "worst" is one run. In a third of the scenarios the machine
 pauses for half a second in the middle of the text. A second table is of consecutive short answers, each with the
-costs
-measured in the previous ones; the first answer does not count. A third table is the same on a two-core machine shared
-with other processes: slow periods, heavy tails, and heads that must prefill a prompt. No model runs. The last line is
-one JSON object.
+costs measured in the previous ones; the first answer does not count. A third table is the same on a two-core machine
+shared with other processes: slow periods, heavy tails, and heads that must prefill a prompt. A fourth one is of a
+drafter with several choices, on the costs of rows in LANES: plain decoding, every fixed chain of up to 7 drafts and
+every fixed tree are compared. No model runs. The last line is one JSON object.
 """
 
+import itertools
 import json
 import random
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 
 import click
@@ -24,10 +26,24 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
-from simulator import DRIFTS, HEADS, TABLES, WRONG, Machine, compare, known_costs, replay, text, trace
+from simulator import (
+    DRIFTS,
+    HEADS,
+    LANES,
+    TABLES,
+    WRONG,
+    Comparison,
+    Machine,
+    compare,
+    known_costs,
+    lattice,
+    replay,
+    text,
+    trace,
+)
 
 from mlx_mtp.tuning.controller import Controller
-from mlx_mtp.tuning.plan import Fixed
+from mlx_mtp.tuning.plan import TREES, Fixed
 
 LENGTHS = (8, 20, 50, 100)  # tokens of short answers
 ANSWERING = ("reference BLAS", "OpenBLAS", "Nemotron", "M3 Ultra GLM-5.2")
@@ -107,6 +123,26 @@ def print_answers(
     return every
 
 
+def print_trees(seeds: int) -> list[Comparison]:
+    """Print how the controller compares with fixed chains and trees on each lane; return all comparisons."""
+    table = Table("lane", "heads", "states", "best", "to plain", "to best chain", "to best", "worst", title="trees")
+    every = []
+    for lane in LANES:
+        for heads, stated in itertools.product(("useless", "half", "typical", "decaying"), (1.0, 2.5)):
+
+            def make() -> Controller:
+                return Controller(max_drafts=7, trees={"heads": TREES[-1]})
+
+            how = TREES, partial(lattice, stated=stated)
+            found = compare(Machine(LANES[lane], noise=0.1), trace(heads, 600), make, 7, 600, range(seeds), *how)
+            ratios = (found.plain, found.chain, found.best, found.worst_best)
+            best = f"{'tree' if found.tree else 'chain'} of {found.k}"
+            table.add_row(lane, heads, str(stated), best, *(f"{x:.3f}" for x in ratios))
+            every.append(found)
+    Console(width=180).print(table)
+    return every
+
+
 @click.command()
 @click.option("--seeds", default=20, show_default=True, help="Texts per scenario.")
 @click.option("--scenarios", default=40, show_default=True)
@@ -127,6 +163,7 @@ def main(seeds: int, scenarios: int, sample: int) -> None:
     pairs = print_answers("answers in a row", calm, heads, LENGTHS, few)
     busy = {name: busy_machine(name, row) for name, row in (("reference BLAS", 0.05), ("OpenBLAS", 0.015))}
     busy_pairs = print_answers("consecutive answers on a shared machine", busy, heads, LENGTHS_IF_BUSY, few)
+    trees = print_trees(few)
     best = [r.best for _, r in rows]
     summary = {
         "scenarios": len(rows),
@@ -143,6 +180,10 @@ def main(seeds: int, scenarios: int, sample: int) -> None:
         "busy_plain_min": round(min(plain for plain, _ in busy_pairs), 4),
         "busy_best_median": round(statistics.median(best for _, best in busy_pairs), 4),
         "busy_best_min": round(min(best for _, best in busy_pairs), 4),
+        "trees_plain_min": round(min(r.plain for r in trees), 4),
+        "trees_chain_min": round(min(r.chain for r in trees), 4),
+        "trees_best_min": round(min(r.best for r in trees), 4),
+        "trees_best_median": round(statistics.median(r.best for r in trees), 4),
     }
     print(json.dumps(summary))
 

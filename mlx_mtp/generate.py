@@ -115,7 +115,7 @@ def generate_step(
     return in_turns(_decoded(driver, sequence, tokens, prompt_progress_callback), adapters_now(model))
 
 
-def _decoded(driver: Driver, sequence: Sequence, *how: Any) -> Generated:
+def _decoded(driver: Driver, sequence: Any, *how: Any) -> Generated:
     """Yield the tokens of `decode`, with the kernels that the sequence's drafts need.
 
     After an error that may be another rank's, wait for the reason of its end.
