@@ -12,7 +12,7 @@ from .tree_choice import Beam
 SHAPES = {1: (3, 3), 5: (5, 4), 9: (7, 6)}
 
 
-class Paths(Protocol):
+class TreePaths(Protocol):
     """The paths of a tree that a drafter reads, W of each of n sequences, in its own order of sequences first."""
 
     def read(self, tokens: mx.array, index: mx.array) -> DraftOutput:
@@ -30,7 +30,7 @@ def shape_of(k: int, most: int) -> tuple[int, int]:
     return levels, min(k, max(width, -(-k // levels)))
 
 
-def grown(k: int, choose: Choosers, first: DraftOutput, position: mx.array, paths: Paths, most: int) -> Drafts:
+def grown(k: int, choose: Choosers, first: DraftOutput, position: mx.array, paths: TreePaths, most: int) -> Drafts:
     """Return a tree of k nodes per sequence, without a host read.
 
     first: output for the first draft of each of n sequences. position: that draft's, int32 [n]. most: maximum levels
