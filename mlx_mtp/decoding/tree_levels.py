@@ -12,7 +12,7 @@ from .tree_choice import Beam
 SHAPES = {1: (3, 3), 5: (5, 4), 9: (7, 6)}
 
 
-class Paths(Protocol):
+class TreePaths(Protocol):
     """The paths of a tree that a drafter reads, W of each of n sequences, in its own order of sequences first."""
 
     def read(self, tokens: mx.array, index: mx.array) -> DraftOutput:
@@ -35,7 +35,7 @@ def grown(
     choose: Choosers,
     first: DraftOutput,
     position: mx.array,
-    paths: Paths,
+    paths: TreePaths,
     most: int,
     levels: int | None = None,
 ) -> Drafts:

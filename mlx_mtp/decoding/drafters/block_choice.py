@@ -115,7 +115,7 @@ class BlockPaths:
     def read(self, tokens: mx.array, index: mx.array | None = None) -> LogitRow:
         """Return the scores of the next row's tokens, of n * W rows, or of n if they do not depend on the path.
 
-        tokens, index: as in `Paths.read`; without an index each path continues itself.
+        tokens, index: as in `TreePaths.read`; without an index each path continues itself.
         """
         net, i, width = self.net, self.level, len(tokens) // len(self.rows)
         self.level += 1
