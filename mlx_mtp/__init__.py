@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from . import grammar
     from .batch.generator import BatchGenerator
     from .cache.file import save_prompt_cache
-    from .cache.prompt_cache import PromptCache, make_prompt_cache
+    from .cache.make_cache import make_prompt_cache
+    from .cache.prompt_cache import PromptCache
     from .checkpoint.convert import convert
     from .checkpoint.load import load, load_model
     from .checkpoint.report import Report

@@ -20,7 +20,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .batch.arguments import for_each
 from .batch.generator import BatchGenerator
 from .batch.responses import Response
-from .cache.prompt_cache import PromptCache, make_prompt_cache
+from .cache.make_cache import make_prompt_cache
+from .cache.prompt_cache import PromptCache
 from .decoding import options as checked
 from .decoding.agreement import agreed
 from .decoding.driver import Driver

@@ -13,8 +13,9 @@ from functools import partial
 from typing import Any
 
 from .cache.from_mlx_lm import from_mlx_lm
+from .cache.make_cache import make_prompt_cache
 from .cache.mark import Mark, Quantizing
-from .cache.prompt_cache import PromptCache, make_prompt_cache
+from .cache.prompt_cache import PromptCache
 from .cache.prompt_prefix import shared
 from .checkpoint.chat_template import encode_messages, pictures_of
 from .decoding.buffer_count import KEPT_SNAPSHOTS

@@ -20,7 +20,8 @@ from mlx_lm.models.cache import make_prompt_cache as mlx_lm_make_prompt_cache
 
 from mlx_mtp.bench.decode import twin
 from mlx_mtp.bench.roofline.cost import KERNELS
-from mlx_mtp.cache.prompt_cache import PromptCache, make_prompt_cache
+from mlx_mtp.cache.make_cache import make_prompt_cache
+from mlx_mtp.cache.prompt_cache import PromptCache
 from mlx_mtp.decoding.drafters import drafter_of
 from mlx_mtp.decoding.drafters.drafter import Frame
 from mlx_mtp.decoding.members import Single

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..cache.prompt_cache import make_prompt_cache
+from ..cache.make_cache import make_prompt_cache
 from .profile import Timer, Workload, decode_in_phases
 from .roofline.models import of_port
 from .roofline.phases import SHOWN_OVERLAP, draft_floor, pass_floor

@@ -23,7 +23,7 @@ from mlx_lm.generate import generate_step as mlx_lm_generate_step
 from mlx_lm.models.cache import make_prompt_cache as mlx_lm_make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
-from ..cache.prompt_cache import make_prompt_cache
+from ..cache.make_cache import make_prompt_cache
 from ..decoding.drafters import GRAMMAR_DRAFTS
 from ..decoding.stats import Stats
 from ..generate import generate_step

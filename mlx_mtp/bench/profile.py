@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
 
-from ..cache.prompt_cache import PromptCache, make_prompt_cache
+from ..cache.make_cache import make_prompt_cache
+from ..cache.prompt_cache import PromptCache
 from ..decoding.alone import Alone
 from ..decoding.drafters import drafters_of, names_of
 from ..decoding.drafters.drafter import Frame

@@ -9,8 +9,9 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 from .arrays import StateCache
 from .layer_cache import CachedModel, LayerCache
+from .make_cache import make_prompt_cache
 from .mlx_lm_caches import MlxLmCaches
-from .prompt_cache import PromptCache, make_prompt_cache
+from .prompt_cache import PromptCache
 from .ring import Ring
 
 

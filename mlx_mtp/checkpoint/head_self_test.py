@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.utils import get_total_parameters
 
-from ..cache.prompt_cache import make_prompt_cache
+from ..cache.make_cache import make_prompt_cache
 from ..decoding.memory_needs import needs
 from ..decoding.prefill import evaluated, without_refused
 from ..layers.target import Target

@@ -17,7 +17,7 @@ from typing import Any
 
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from ..cache.prompt_cache import make_prompt_cache
+from ..cache.make_cache import make_prompt_cache
 from ..decoding.buffer_count import CONVERSATION, LEAST_CHUNK, Buffers, count_buffers
 from ..decoding.graph_memory import nbytes
 from ..decoding.memory_needs import LONGEST, kv_bytes, largest_context, needs

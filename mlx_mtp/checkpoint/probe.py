@@ -15,8 +15,9 @@ from mlx_lm.models.cache import make_prompt_cache as mlx_lm_caches_of
 
 from ..cache.branches import hidden_of_tree
 from ..cache.kinds import group_size_for
+from ..cache.make_cache import make_prompt_cache
 from ..cache.pool import Pool
-from ..cache.prompt_cache import PromptCache, make_prompt_cache
+from ..cache.prompt_cache import PromptCache
 from ..cache.slots import Span
 from ..cache.step_cache import CacheArrays
 from ..cache.tree import RowTree, along

@@ -54,7 +54,7 @@ def cache_prompt(**flags: Any) -> None:
 def _save(model: Any, tokens: list[int], pictures: list[Any], prefix: Any, flags: dict[str, Any]) -> Any:
     """Prefill the tokens and write the file of --prompt-cache-file; return the statistics."""
     from ..cache.file import save_prompt_cache
-    from ..cache.prompt_cache import make_prompt_cache
+    from ..cache.make_cache import make_prompt_cache
     from ..decoding.options import default_chunk
     from ..decoding.stats import Stats
     from ..generate import generate_step

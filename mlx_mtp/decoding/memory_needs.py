@@ -10,7 +10,8 @@ import mlx.core as mx
 
 from ..cache.absorb import most_unread
 from ..cache.branches import COPIES, copied_bytes
-from ..cache.prompt_cache import PromptCache, make_prompt_cache
+from ..cache.make_cache import make_prompt_cache
+from ..cache.prompt_cache import PromptCache
 from ..cache.ring import MAX_ROWS
 from ..layers.target import Target
 from ..machine import memory

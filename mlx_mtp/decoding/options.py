@@ -9,7 +9,8 @@ import mlx.core as mx
 import numpy as np
 
 from ..cache.from_mlx_lm import from_mlx_lm
-from ..cache.prompt_cache import PromptCache, make_prompt_cache
+from ..cache.make_cache import make_prompt_cache
+from ..cache.prompt_cache import PromptCache
 from ..grammar import Constraint, Grammar, compiled
 from ..layers.target import Target
 from ..layers.with_heads import default_draft_tokens

@@ -13,7 +13,8 @@ from typing import Any
 import mlx.core as mx
 
 from .._version import __version__
-from ..cache.prompt_cache import PromptCache, make_prompt_cache
+from ..cache.make_cache import make_prompt_cache
+from ..cache.prompt_cache import PromptCache
 from ..layers.target import Target
 from ..machine.memory import working_set
 from ..machine.remembered import RememberedFile, machine

@@ -12,7 +12,8 @@ import numpy as np
 
 from ..cache.file import fingerprint
 from ..cache.layer_cache import CONTEXTS
-from ..cache.prompt_cache import PromptCache, make_prompt_cache
+from ..cache.make_cache import make_prompt_cache
+from ..cache.prompt_cache import PromptCache
 from ..cache.step_cache import seek
 from ..layers.made import Made
 from ..machine.errors import first_line, with_type

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..cache.prompt_cache import make_prompt_cache
+from ..cache.make_cache import make_prompt_cache
 from ..generate import generate_step
 from ..layers.target import Target
 from .rounding_judge import OnePass

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import uvicorn
 
-from ..cache.prompt_cache import make_prompt_cache
+from ..cache.make_cache import make_prompt_cache
 from ..checkpoint.template_process import isolate, processes
 from ..decoding.buffer_count import LEAST_CHUNK, count_buffers
 from ..decoding.memory_needs import LONGEST, stated_positions

@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..cache.prompt_cache import make_prompt_cache
+from ..cache.make_cache import make_prompt_cache
 from .recording import OTHER, Recording
 from .texts import LEAST, Text
 

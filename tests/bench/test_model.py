@@ -21,7 +21,7 @@ from mlx_mtp.bench import random_model
 from mlx_mtp.bench.roofline import chips, cost, models, ops, phases
 from mlx_mtp.bench.roofline.cost import KERNELS
 from mlx_mtp.bench.roofline.ops import OVERLAPS
-from mlx_mtp.cache.prompt_cache import make_prompt_cache
+from mlx_mtp.cache.make_cache import make_prompt_cache
 from mlx_mtp.cache.recurrent import RecurrentCache
 from mlx_mtp.demo import demo_path
 from mlx_mtp.layers.mtp_head import MTPHead

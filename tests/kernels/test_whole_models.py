@@ -20,7 +20,7 @@ from tree_drafts import TreeDrafts
 
 import mlx_mtp
 from mlx_mtp import emulator
-from mlx_mtp.cache.prompt_cache import make_prompt_cache
+from mlx_mtp.cache.make_cache import make_prompt_cache
 from mlx_mtp.decoding import step
 from mlx_mtp.layers import blocks
 from mlx_mtp.layers.attention import Attention

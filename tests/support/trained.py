@@ -17,7 +17,7 @@ from mlx.utils import tree_unflatten
 
 import mlx_mtp
 from mlx_mtp.cache.kinds import make_caches
-from mlx_mtp.cache.prompt_cache import make_prompt_cache
+from mlx_mtp.cache.make_cache import make_prompt_cache
 
 KINDS = 8  # tokens that occur
 TABLE = np.random.default_rng(1).integers(0, KINDS, (KINDS, KINDS))

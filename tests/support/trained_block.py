@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 import mlx_mtp
 from mlx_mtp.cache.kinds import make_caches
-from mlx_mtp.cache.prompt_cache import make_prompt_cache
+from mlx_mtp.cache.make_cache import make_prompt_cache
 from mlx_mtp.lossless.block import shared
 
 BLOCK, MASK = 3, 11
