@@ -52,7 +52,8 @@ _HOMES = {
         ("GenerationResponse", "batch_generate", "generate", "generate_step", "stream_generate"), "generate"
     ),
     **dict.fromkeys(("load", "load_model"), "checkpoint.load"),
-    **dict.fromkeys(("PromptCache", "make_prompt_cache"), "cache.prompt_cache"),
+    "PromptCache": "cache.prompt_cache",
+    "make_prompt_cache": "cache.make_cache",
     "BatchGenerator": "batch.generator",
     "Budget": "decoding.memory_needs",
     "load_prompt_cache": "decoding.prompt_file",
