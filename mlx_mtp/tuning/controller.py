@@ -197,7 +197,7 @@ class Controller:
         kind = plan.kind
         counts, self._missed[kind] = self.costs.counts[kind], 0 if right else self._missed.get(kind, 0) + 1
         if self._missed[kind] and (1 - counts[0][0] / counts[0][1]) ** self._missed[kind] < UNLIKELY:
-            for each in (kind, f"nodes {plan.source}") if plan.tree else (kind,):
+            for each in (kind, f"nodes of {kind}") if plan.tree else (kind,):
                 self.costs.counts[each] = [[FORGET * a, FORGET * b] for a, b in self.costs.counts[each]]
 
     def kind_of(self, plan: Plan, matched: int) -> str:

@@ -14,7 +14,7 @@ from operator import mul
 from .costs import PRIOR_WEIGHT
 from .plan import Node
 
-Pairs = Sequence[Sequence[float]]
+CountPairs = Sequence[Sequence[float]]
 DEPTHS = (1, 2, 4)  # the last depth of each class of depths but the deepest
 CHANCES = (0.03, 0.1, 0.3, 0.6, 0.85)  # where the classes of probabilities end: 0.5 to 1.2 apart as logarithms
 CLASSES = (len(DEPTHS) + 1) * (len(CHANCES) + 1)
@@ -37,7 +37,7 @@ def calibrations(trees: Sequence[Sequence[Node]]) -> list[tuple[float, float]]:
     return [(right, seen) for right, seen in found]
 
 
-def ranks(trees: Sequence[Sequence[Node]], classes: Pairs) -> list[tuple[float, float]]:
+def ranks(trees: Sequence[Sequence[Node]], classes: CountPairs) -> list[tuple[float, float]]:
     """Return the pair of each rank, means over the trees. classes: the counts of all classes of nodes."""
     each = []
     for nodes in trees:
@@ -50,7 +50,7 @@ def _calibrated(node: Node, right: float, seen: float) -> float:
     return (PRIOR_WEIGHT * min(node.probability, 1.0) + right) / (PRIOR_WEIGHT + seen)
 
 
-def tree_chances(counts: Pairs, chain: Sequence[float], nodes: int) -> list[float]:
+def tree_chances(counts: CountPairs, chain: Sequence[float], nodes: int) -> list[float]:
     """Return the estimated probability of each of a tree's nodes, the most probable first, that its path is right.
 
     Their sum is the number of drafts that such a tree is expected to add. counts: of ranks. chain: shares of accepted

@@ -129,12 +129,17 @@ def test_without_trials_nothing_happens():
     switch_on_for_drafts(SimpleNamespace(runtime=SimpleNamespace(trials=None)), 15)
 
 
-@pytest.mark.parametrize(("options", "most"), [({}, 15), ({"prompt_lookup": False}, 3), ({"num_draft_tokens": 0}, 0)])
+CHAINS = {"prompt_lookup": False, "tree": 0}
+
+
+@pytest.mark.parametrize(
+    ("options", "most"), [({}, 15), (CHAINS, 3), (CHAINS | {"tree": 8}, 7), ({"num_draft_tokens": 0}, 0)]
+)
 def test_an_answer_asks_for_its_longest_drafts(monkeypatch, checkpoint, options, most):
     model, asked = mlx_mtp.load_model(checkpoint, lazy=True), []
     module = importlib.import_module("mlx_mtp.generate")  # in the package its name is the function's
     monkeypatch.setattr(module, "switch_on_for_drafts", lambda model, drafts: asked.append(drafts))
-    mlx_mtp.generate_step([1, 2, 3], model, max_tokens=1, **options)
+    list(mlx_mtp.generate_step([1, 2, 3], model, max_tokens=1, **options))
     assert asked == [most]
 
 

@@ -115,14 +115,14 @@ def test_without_trees_nothing_changes():
 
 
 def test_trees_of_copies_are_counted_by_the_length_of_the_match():
-    control = Controller(max_drafts=0, max_lookup=7, trees={"lookup": 7, "heads": 7})
+    control = Controller(max_drafts=0, max_lookup=7, trees={"lookup": 7})
     assert [*control.trees] == ["lookup"]
     plan = Plan("lookup", 7, tree=True)
     for matched in (3, 20):
         control.observe(Cycle(plan, 7, 1.0, 0.02, matched=matched, nodes=[[Node(1, 0.5, matched == 20)] * 7]))
     counts = control.costs.counts
     assert counts["tree lookup 5"][0][0] > counts["tree lookup 2"][0][0]
-    assert "nodes lookup" in counts
+    assert "nodes of tree lookup" in counts
 
 
 def test_sizes_of_trees():
