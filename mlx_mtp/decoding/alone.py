@@ -42,14 +42,9 @@ class Alone(Seating):
         if sequence.longest:
             self.cache.reserve(min(sequence.longest, self.cache.offset + RESERVED_TOKENS))
         self.compiled = compiled_for(model, self.cache, sequence.picker, how.compile_cycles)
-        limits = sequence.k, sequence.max_lookup
-        options = {
-            "adaptive": how.adaptive,
-            "p_min": self.p_min > 0,
-            "tree": sequence.tree,
-            "compiled": self.compiled,
-        }
-        self.own = control_for(model, *limits, matcher=sequence.picker.matcher, **options)
+        limits, adaptive = (sequence.k, sequence.max_lookup), how.adaptive
+        options = {"p_min": self.p_min > 0, "tree": sequence.tree, "compiled": self.compiled}
+        self.own = control_for(model, *limits, adaptive=adaptive, matcher=sequence.picker.matcher, **options)
         self.control = Agreement(model.ranks, self.own, drafters) if model.ranks else self.own
         if sequence.picker.matcher:
             sequence.picker.matcher.restart()

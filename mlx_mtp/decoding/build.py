@@ -1,6 +1,5 @@
 """Plan a cycle, and build or replay its step."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,22 +9,18 @@ from typing import Any
 import mlx.core as mx
 
 from ..cache.branches import rows_with_room
-from ..grammar import GrammarError
 from ..tuning.controller import Controller
 from ..tuning.kernel_fallback import newly_refused
 from ..tuning.plan import TREES, Plan
 from .agreement import Agreement
-from .control import most_together
 from .cycle_masks import CycleMasks
 from .drafters.drafter import Frame
-from .drafters.forced import Forced
 from .drafters.lookup import Lookup
 from .early import choose_early, submit_masked, verify_confident
 from .flight import Flight
 from .prefill import evaluated
 from .run import NO_DRAFTS, Run
 from .seating import Seating, Waiting
-from .sequence import Sequence as Decoded
 from .step import forward, propose, step
 
 
@@ -90,54 +85,6 @@ def build(seating: Seating, new: Flight, run: Run, base: int) -> None:
     if new.masks:
         choose_early(seating, new, passed)
     seating.built(new)
-
-
-def with_forced(seating: Seating, last: Flight, new: Flight, most: float = math.inf) -> Flight:
-    """Return the cycle after `last`, which was read: `new`, or one with drafts of grammars (`Matcher.drafts`).
-
-    It is `new` if no grammar forces a draft, if the control keeps the plan, or if building `new` changed the
-    sequences of the step or the drafter's caches. most: maximum number of drafts.
-    """
-    if new.before is None or not any(s.most_forced for s in new.active):
-        return new
-    most = min(most, most_together(len(new.rows)), seating.model.runtime.most_drafts(len(new.rows)))
-    forced = [_forced(sequence, most) for sequence in new.rows]
-    active = [count for count, s in zip(forced, new.rows, strict=True) if s and not s.finished]
-    plan = redrafted(new.control, new.plan, active) if any(active) else new.plan
-    if plan == new.plan:
-        return new
-    tic = perf_counter()
-    seating.cache.restore(new.before)
-    other = Flight(new.rows, plan, new.control, new.before, prefilled=new.prefilled, late=True, forced=forced)
-    build(seating, other, last.run, max(s.base for s in new.active))
-    other.built = perf_counter() - tic
-    return other
-
-
-def _forced(sequence: Decoded | None, most: float) -> int:
-    """Return the number of drafts of a sequence's `Matcher.drafts`: at most `most` and its matcher's `most`.
-
-    0 without a grammar, for a free slot or a finished sequence, and if a GrammarError ends the sequence.
-    """
-    matcher = sequence.picker.matcher if sequence and not sequence.finished else None
-    if sequence is None or matcher is None or not (most := int(min(matcher.most, most))):
-        return 0
-    try:
-        matcher.follow(sequence.history.tokens)
-        return len(matcher.drafts(most))
-    except GrammarError as e:
-        sequence.fail(e)
-        return 0
-
-
-def redrafted(control: Any, planned: Plan, forced: Sequence[int]) -> Plan:
-    """Return `planned`, or a plan of drafts that grammars force. forced: their number in each sequence.
-
-    A Controller compares estimates; with another control the forced drafts are the plan if they are more in sum.
-    """
-    if isinstance(control, Controller):
-        return control.redraft(planned, forced)
-    return Plan(Forced.source, max(forced)) if sum(forced) > planned.k * len(forced) else planned
 
 
 def submit(seating: Seating, last: Flight | None, new: Flight) -> None:

@@ -23,7 +23,7 @@ from ..tuning.kernel_fallback import TROUBLE, Fallback, GraphFailed, KernelRefus
 from ..tuning.plan import Fixed
 from .agreement import Agreement
 from .alone import Alone
-from .build import plan_and_build, submit, with_forced
+from .build import plan_and_build, submit
 from .clock import Clock
 from .control import outcome
 from .drafters import drafters_of
@@ -31,6 +31,7 @@ from .flight import Flight
 from .policy import LOOKUP_DRAFTS, remember
 from .pooled import Pooled
 from .prefill import evaluated
+from .redraft import with_forced
 from .run import Run
 from .seating import DriverOptions, Waiting
 from .sequence import Sequence, Yielded

@@ -1,12 +1,10 @@
 """Hold the arrays that one step passes to the next: verified rows of n sequences, and drafts."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import numpy as np
 
-from ..tuning.plan import Node
+from .rows_read import RowsRead, nodes_of
 
 # A value, not an operation: the stream of an operation would be that of the importing thread.
 NONE_ACCEPTED = mx.array([0], mx.int32)
@@ -80,30 +78,16 @@ class Run(NamedTuple):
         mx.async_eval(logprobs := found[row])  # evaluated here: the caller's thread does not hold the turn
         return logprobs
 
-    def read(self) -> list["RowsRead"]:
+    def read(self) -> list[RowsRead]:
         """Wait for the run; return what each sequence got."""
         values: Any = self.packed.tolist()
         if self.drafts is None:
             return [RowsRead(row, 0) for row in values]
         if self.nodes is not None:
             return [
-                RowsRead(row[: row[self.size] + 1], row[self.size], _nodes(row[self.size + 1 :])) for row in values
+                RowsRead(row[: row[self.size] + 1], row[self.size], nodes_of(row[self.size + 1 :])) for row in values
             ]
         return [RowsRead(row[: row[-1] + 1], row[-1]) for row in values]
-
-
-class RowsRead(NamedTuple):
-    """A sequence's part of a run that the host has read: accepted drafts and the next token; the tree's drafts."""
-
-    tokens: list[int]
-    accepted: int
-    nodes: Sequence[Node] = ()
-
-
-def _nodes(packed: list[int]) -> list[Node]:
-    """Return the drafts of one sequence's tree in the order of rows. packed: its row of `Run.nodes`."""
-    kept, depths, bits = np.array(packed, np.int32).reshape(3, -1)
-    return [*map(Node, depths.tolist(), bits.view(np.float32).tolist(), kept.astype(bool).tolist())]
 
 
 class Drafts(NamedTuple):

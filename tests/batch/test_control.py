@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from mlx_mtp.decoding import control as controls
-from mlx_mtp.decoding.build import redrafted
 from mlx_mtp.decoding.clock import Clock
 from mlx_mtp.decoding.control import Controls, outcome
 from mlx_mtp.decoding.drafters.forced import Forced
 from mlx_mtp.decoding.flight import Flight
+from mlx_mtp.decoding.redraft import redrafted
 from mlx_mtp.tuning.costs import dense
 from mlx_mtp.tuning.plan import PLAIN, Accepted, Fixed, Plan
 

@@ -12,10 +12,10 @@ from sweep import SWEEP, paired, sampled
 
 import mlx_mtp
 from mlx_mtp.decoding import build
-from mlx_mtp.decoding.build import redrafted
 from mlx_mtp.decoding.control import Controls
 from mlx_mtp.decoding.cycle_masks import CycleMasks
 from mlx_mtp.decoding.draft_sampling import HeadOutput
+from mlx_mtp.decoding.redraft import redrafted
 from mlx_mtp.decoding.sampling import whole_rows
 from mlx_mtp.tuning.plan import Accepted, Fixed, Plan, by_depth
 
