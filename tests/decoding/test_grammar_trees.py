@@ -173,7 +173,7 @@ def test_text_with_trees_is_that_of_plain_masked_decoding(tiny_models, monkeypat
     made, n = of_letters(pattern), 30
     expected = reference(plain, PROMPT, n, made, **SAMPLING[how])
     for in_step in (True, False):
-        drafter = WithChances(model, [*PROMPT, *expected], seed=5, in_step=in_step, right=0.8)
+        drafter = WithChances().grow(model, [[*PROMPT, *expected]], 5, 0.8, in_step=in_step)
         monkeypatch.setattr(model, "drafter", drafter, raising=False)
         plans = [*TREES, *([STEM] if in_step else []), Plan("lookup", 3), Plan(), TREES[0], TREES[2]]
         follow(monkeypatch, Listed(plans))
@@ -192,7 +192,7 @@ def test_sequences_of_a_batch_have_trees_under_their_own_grammars(tiny_models, m
     each = [of_letters(PATTERNS[1]), None, of_letters(PATTERNS[0])]
     prompts = [PROMPT, [2, 2, 1, 3, 0, 1, 2, 0], [3, 1]]
     expected = [ours(model, 14, made, 0, prompt)[0] for made, prompt in zip(each, prompts, strict=True)]
-    drafter = WithChances(model, [*PROMPT, *expected[0]], seed=1, in_step=True)
+    drafter = WithChances().grow(model, [[*PROMPT, *expected[0]]], 1, in_step=True)
     monkeypatch.setattr(model, "drafter", drafter, raising=False)
     control = Listed([*TREES, STEM])
     monkeypatch.setattr(Controls, "control", lambda *_: control)

@@ -27,6 +27,7 @@ SPEED = {
     "num_draft_tokens": sampled([0, 1, 3], range(4)),
     "draft_p_min": [0.0, 0.5],
     "prompt_lookup": [True, False, None],
+    "tree": sampled([None, 0, 8], [None, 0, 2, 4, 16]),
     "draft_sampling": ["greedy", "coupled"],
 }
 TEXT = {
@@ -100,16 +101,19 @@ class Subjects:
 def assert_adds_up(stats: Stats, case: dict) -> None:
     cycles, drafted = stats.cycles, [*stats.drafted, 0]
     assert sum(stats.lengths.values()) == cycles
-    assert sum(k * n for k, n in stats.lengths.items()) == sum(drafted) + stats.lookup_drafted
+    assert sum(k * n for k, n in stats.lengths.items()) == stats.every_draft[0]
     assert drafted == sorted(drafted, reverse=True)
     assert all(a <= d for a, d in zip(stats.accepted, stats.drafted, strict=True))
     assert stats.accepted == sorted(stats.accepted, reverse=True)
     assert stats.lookup_accepted <= stats.lookup_drafted
-    assert stats.lookups + drafted[0] <= cycles <= stats.waits <= 2 * cycles
+    assert stats.tree_accepted <= stats.tree_drafted
+    assert stats.lookups + stats.trees + drafted[0] <= cycles <= stats.waits <= 2 * cycles
     assert (stats.waits == cycles) or case["draft_p_min"]
-    assert 0 <= cycles + sum(stats.accepted) + stats.lookup_accepted - (stats.generation_tokens - 1) <= LOOKUP_DRAFTS
+    assert 0 <= cycles + stats.every_draft[1] - (stats.generation_tokens - 1) <= LOOKUP_DRAFTS
     assert stats.built_late == {}
-    if not case["adaptive"] and case["num_draft_tokens"]:
+    if not case["adaptive"] and case["num_draft_tokens"] and case.get("tree"):
+        assert (stats.trees, stats.waits) == (cycles - stats.lookups, cycles)
+    elif not case["adaptive"] and case["num_draft_tokens"]:
         assert stats.waits == 2 * cycles - stats.lookups if case["draft_p_min"] else stats.waits == cycles
         assert drafted[0] == cycles - stats.lookups or case["draft_p_min"]
     if case["prompt_lookup"] is False or (case["prompt_lookup"] is None and not case["adaptive"]):

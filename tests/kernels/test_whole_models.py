@@ -54,6 +54,8 @@ def recorded(model):
     passes, hidden = [], model.hidden
 
     def hidden_recorded(tokens, cache):
+        if len(tokens) > 1:  # a tree's rows: `paths_of`
+            return hidden(tokens, cache)
         at = int(mx.array(next(c for c in cache if not c.is_state).offset).item())
         rows = hidden(tokens, cache)
         passes.append([at, tokens[0].tolist(), model.logits(rows)[0]])
@@ -162,7 +164,7 @@ def keeps_trees(model, monkeypatch, sizes: list[int]):
         text = text_of(model, 0, LENGTH)
         del launches[:]
         trees, drafter = paths_of(model, monkeypatch), model.drafter
-        model.drafter = TreeDrafts(model, PROMPT + text)
+        model.drafter = TreeDrafts().grow(model, [PROMPT + text])
         follow(monkeypatch, Listed([Plan("heads", k, tree=True) for k in sizes]))
         how = {"prompt_lookup": False, "compile_cycles": False, "num_draft_tokens": 15}
         assert [token for token, *_ in mlx_mtp.generate_step(PROMPT, model, max_tokens=LENGTH, **how)] == text

@@ -2,6 +2,7 @@
 
 import random
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -93,7 +94,8 @@ class TreeHeads(Trees, Heads):
         self.own, self.most, self.noted = self.most, 15, []
 
     def propose(self, frame, run, k):
-        own = super().propose(frame, run, min(k, self.own))
+        chain = frame._replace(plan=replace(frame.plan, tree=False))
+        own = super().propose(chain, run, min(k, self.own))
         if k:
             self.noted.append((frame.cache.layers[0].offset, own.tokens))
         return self.drafts(frame, run, k)
