@@ -25,9 +25,12 @@ from mlx_lm.sample_utils import make_sampler
 
 from ..cache.make_cache import make_prompt_cache
 from ..decoding.drafters import GRAMMAR_DRAFTS
+from ..decoding.policy import fixed_nodes, tree_reason
+from ..decoding.ranges import OPTIONS
 from ..decoding.stats import Stats
 from ..generate import generate_step
 from ..machine.errors import first_line
+from ..machine.ranges import check
 from . import timing
 from .result import result
 from .subject import BenchPrompt, Subject, reset_costs
@@ -236,17 +239,24 @@ class Session:
     left_out: dict[str, str] = field(default_factory=dict)
 
 
-def open_session(subject: Subject, drafts: Sequence[int], rounds: int, cooldown: float) -> Session:
-    """Return a session of all loops that can run: mlx-lm, plain, one per number of drafts, and adaptive.
+def open_session(
+    subject: Subject, drafts: Sequence[int], rounds: int, cooldown: float, trees: Sequence[int] = ()
+) -> Session:
+    """Return a session of all loops that can run: mlx-lm, plain, one per number of drafts, per tree, and adaptive.
 
     drafts: if empty, 1 to USUAL_DRAFTS (3) or to the number of synthetic rates, if that is more, as far as the model
         can. Without heads or a drafter only mlx-lm and plain. Raises ValueError for a number that cannot be drafted.
+    trees: numbers of rows of trees.
     """
     model, target, most = subject.model, subject.facts["target_bytes"], subject.model.max_draft_tokens
     drafts = drafts or range(1, min(most, max(USUAL_DRAFTS, len(subject.rates))) + 1)
     if too_many := [k for k in drafts if not 0 < k <= most]:
         allowed = f"1 to {most}" if most else "none, because it has no heads and no drafter"
         raise ValueError(f"drafts={too_many[0]}: allowed with this model is {allowed}")
+    for rows in trees:
+        check("tree", rows, OPTIONS["tree"])
+        if tree_reason(model) or not fixed_nodes(model, rows):
+            raise ValueError(f"tree={rows}: {tree_reason(model) or 'no drafter of this model has trees'}")
     session = Session(subject, [], rounds, cooldown)
     try:
         session.loops.append(MlxLm(twin(model), weights=target))
@@ -257,6 +267,7 @@ def open_session(subject: Subject, drafts: Sequence[int], rounds: int, cooldown:
     if most:
         both, fixed = target + subject.facts["head_bytes"], {"adaptive": False, **heads_alone}
         session.loops += [Ours(model, f"k={k}", k, fixed, both) for k in drafts]
+        session.loops += [Ours(model, f"tree={rows}", None, {**fixed, "tree": rows}, both) for rows in trees]
         # With lookups too, except with synthetic acceptance.
         session.loops.append(Ours(model, ADAPTIVE, None, heads_alone if subject.synthetic else {}, both))
     return session

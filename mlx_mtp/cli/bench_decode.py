@@ -14,7 +14,7 @@ from .options import BITS, GIVEN, refuse, typed
 
 SHOWN = 20  # maximum number of differing texts to list
 GRAMMAR = "FILE|builtin"
-EXCLUDED = "drafts", "contexts", "categories", "prompts", "synth_rates"  # options that --grammar excludes
+EXCLUDED = "drafts", "trees", "contexts", "categories", "prompts", "synth_rates"  # options that --grammar excludes
 MOST_ROWS = 16  # maximum rows of a verify
 CONTEXTS, LOOKED_BACK = (
     {False: (1024, 4096), True: (128, 1024)},
@@ -26,6 +26,7 @@ INTEGERS = partial(shared.numbers, int)
 @click.command(cls=WithImages)
 @shared.subject_options
 @option("--drafts", callback=INTEGERS, help="Fixed numbers of drafts, such as 1,2,3.  [default: 1..3]")
+@option("--tree", "trees", callback=INTEGERS, help="Draft trees of these numbers of rows as well, such as 4,8,16.")
 @option("--contexts", callback=INTEGERS, help="Pad the prompts to these numbers of tokens, such as 512,4096.")
 @option("--categories", help="Only these kinds of prompts, separated by commas.")
 @option("--prompts", "each", type=IntRange(1, 2), help="Number of prompts of each kind.  [default: 2, --quick 1]")
@@ -40,10 +41,10 @@ INTEGERS = partial(shared.numbers, int)
 def decode(**flags: Any) -> None:
     """Compare tokens per second with and without drafts.
 
-    The contenders are mlx-lm's loop, our plain loop, fixed numbers of drafts, and adaptive drafting. They take turns
-    on nine kinds of prompts. The prefill is timed separately. All texts must be equal, but mlx-lm's with --temp, and
-    drafted ones with --synth-rates; a difference is reported, and in float32 the exit code is then 1 unless the
-    target's cache is quantized.
+    The contenders are mlx-lm's loop, our plain loop, fixed numbers of drafts, trees, and adaptive drafting. They take
+    turns on nine kinds of prompts. The prefill is timed separately. All texts must be equal, but mlx-lm's with
+    --temp, and drafted ones with --synth-rates; a difference is reported, and in float32 the exit code is then 1
+    unless the target's cache is quantized.
 
     With --image there is one prompt per picture instead, with a question about it; mlx-lm's loop cannot read these.
 
@@ -84,7 +85,7 @@ def _measured(flags: dict[str, Any]) -> dict[str, Any]:
     if guided:
         session = open_guided_session(subject, rounds, cooldown)
     else:
-        session = open_session(subject, flags["drafts"], rounds, cooldown)
+        session = open_session(subject, flags["drafts"], rounds, cooldown, flags["trees"])
     only = flags["categories"].split(",") if flags["categories"] else ()
     of_all = {"each": flags["each"] or (1 if quick else 2), "only": only}
     if guided:

@@ -26,11 +26,11 @@ TOKENS = 24  # default number of new tokens: the demo takes a minute on a slow C
 def verify_lossless(**flags: Any) -> None:
     """Check that drafting does not change the output.
 
-    Greedy output is compared for built-in prompts with 1 to --num-draft-tokens drafts, lookups, --draft-p-min and
-    adaptive drafting. Every difference is listed with both tokens' logits from a forward pass of the target; it is a
-    near-tie if rounding can explain it. Sampled output must depend only on the seed, and have the target's
-    probabilities. For the heads the command measures the share of correct predictions, and whether another wiring
-    increases it.
+    Greedy output is compared for built-in prompts with 1 to --num-draft-tokens drafts, lookups, --draft-p-min, draft
+    trees and adaptive drafting. Every difference is listed with both tokens' logits from a forward pass of the
+    target; it is a near-tie if rounding can explain it. Sampled output must depend only on the seed, and have the
+    target's probabilities. For the heads the command measures the share of correct predictions, and whether
+    another wiring increases it.
 
     With --image, greedy and sampled output is also compared for a prompt with each picture and, if there are several,
     for one with all of them.
@@ -58,6 +58,7 @@ def verify_lossless(**flags: Any) -> None:
         p_min=flags["draft_p_min"],
         lookup=flags["prompt_lookup"] is not False,
         compiled=bool(flags["compile_cycles"]),
+        trees=CheckSettings.trees if flags["tree"] is None else flags["tree"],
         **{name: flags[name] for name in ("max_tokens", "draws", "seed", "adaptive", "diagnose")},
     )
     pictures = opened(model, flags["images"], flags["resize_shape"])

@@ -1,19 +1,21 @@
 """Check a loaded model: compare drafted with plain output, test its draws and its heads, and list the faults."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from ..cache.ring import MAX_ROWS
 from ..checkpoint.head_self_test import MIN_AGREEMENT
 from ..decoding.drafters import drafter_of
 from ..decoding.drafters.block import Block
 from ..decoding.drafters.heads_and_block import HeadsAndBlock
 from ..decoding.drafters.small_model import SmallModel
+from ..decoding.policy import fixed_nodes, tree_reason
 from ..layers.target import Target
 from ..pictures.rows import Picture
 from .block import TRIED, block_alternatives, first_positions, right_block
-from .compare import PLAIN, Comparison, Drift, Reference, Way, by_share, compare, compare_one_pass, drift, ways
+from .compare import PLAIN, TREES, Comparison, Drift, Reference, Way, by_share, compare, compare_one_pass, drift, ways
 from .heads import LONGEST, USUAL, Known, Rights, kept, right, shares, suspicions
 from .prompts import NamedPrompt, built_in, pictured, source
 from .rounding_judge import OnePass
@@ -44,7 +46,8 @@ class CheckSettings:
     """What to check. drafts: the drafter's maximum per cycle; with 0 only lookups draft.
 
     max_tokens: per output; shorter for sampled ones. draws: number of outputs whose distribution is tested. seed: the
-    first one. adaptive, compiled (both only with drafts), lookup: also check drafting with these options. p_min: the
+    first one. adaptive, compiled (both only with drafts), lookup: also check drafting with these options. trees: of
+    draft trees up to this number of rows, if the model has them. p_min: the
     `draft_p_min` that is checked, P_MIN for 0. diagnose: try other wirings of the heads or block drafter.
     """
 
@@ -53,6 +56,7 @@ class CheckSettings:
     draws: int = 24
     seed: int = 0
     adaptive: bool = True
+    trees: int = MAX_ROWS
     p_min: float = P_MIN
     lookup: bool = True
     compiled: bool = False
@@ -61,7 +65,7 @@ class CheckSettings:
     @property
     def ways(self) -> list[Way]:
         kinds = {"adaptive": self.adaptive, "lookup": self.lookup, "compiled": self.compiled}
-        return ways(self.drafts, p_min=self.p_min or P_MIN, **kinds)
+        return ways(self.drafts, p_min=self.p_min or P_MIN, trees=self.trees, **kinds)
 
     @property
     def most(self) -> Way:
@@ -126,6 +130,8 @@ def verify(
     model has a vision tower, it is also tested whether the model sees, with drawn pictures.
     """
     stops, shown = tuple(tokenizer.eos_token_ids), pictured(model, tokenizer, pictures)
+    if tree_reason(model) or not fixed_nodes(model, settings.trees):
+        settings = replace(settings, trees=0)
     prompts = shown + built_in(model, tokenizer, settings.max_tokens)
     texts = with_progress(prompts, "plain text", progress)
     references = [Reference(model, prompt, settings.max_tokens, stops) for prompt in texts]
@@ -183,11 +189,13 @@ def _sampled(
 ) -> list[Comparison]:
     """Return comparisons of sampled output with plain output of the same seeds, one for each way of sampling.
 
-    In order: drafts drawn with the target's noise ("coupled"), greedy drafts, and, if `adaptive` is checked, adaptive
-    coupled drafts.
+    In order: drafts drawn with the target's noise ("coupled"), greedy drafts, and, if they are checked, adaptive
+    coupled drafts and the largest coupled trees.
     """
     plans = [(settings.most, "coupled"), (settings.most, "greedy")]
-    plans += [(way, "coupled") for way in settings.ways if way.name == "adaptive"]
+    plans += [
+        (way, "coupled") for way in settings.ways if way.name == "adaptive" or way.options.get("tree") == TREES[-1]
+    ]
     found = [Comparison(f"{way.name}, {mode}") for way, mode in plans]
     length = min(SAMPLED_TOKENS, settings.max_tokens)
     for seed, prompt in enumerate(with_progress(prompts, "sampled text", progress), settings.seed):

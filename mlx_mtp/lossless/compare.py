@@ -23,6 +23,7 @@ from .prompts import NamedPrompt
 from .rounding_judge import Judgement, OnePass
 
 STEP = 256  # tokens of a prefill chunk
+TREES = (4, 16)  # rows of trees that are checked
 DOUBTED = 4  # number of positions whose rounding error is measured
 by_share = operator.attrgetter("share")
 
@@ -52,11 +53,11 @@ class Way:
 PLAIN = Way("plain", {"num_draft_tokens": 0})
 
 
-def ways(k: int, *, adaptive: bool, p_min: float, lookup: bool, compiled: bool) -> list[Way]:
+def ways(k: int, *, adaptive: bool, p_min: float, lookup: bool, compiled: bool, trees: int = 0) -> list[Way]:
     """Return a way for each fixed number of drafts from 1 to k, then one for each other option that is to be checked.
 
-    p_min: `draft_p_min` of the way with that name, which is always included with k > 0. With k = 0 only lookups
-    draft, if `lookup`, and the result is otherwise empty.
+    p_min: `draft_p_min` of the way with that name, which is always included with k > 0. trees: maximum rows of a
+    tree, 0 for none. With k = 0 only lookups draft, if `lookup`, and the result is otherwise empty.
     """
     fixed: dict[str, Any] = {"adaptive": False, "prompt_lookup": False, "compile_cycles": False}
     maximum: dict[str, Any] = {"num_draft_tokens": k or None}
@@ -65,6 +66,7 @@ def ways(k: int, *, adaptive: bool, p_min: float, lookup: bool, compiled: bool) 
         (lookup, Way("lookups", fixed | maximum | {"prompt_lookup": True})),
         (k, Way("p_min", fixed | maximum | {"draft_p_min": p_min})),
         (k and adaptive, Way("adaptive", maximum | {"compile_cycles": False})),
+        *((k and rows <= trees, Way(f"trees of {rows} rows", fixed | maximum | {"tree": rows})) for rows in TREES),
         (k and compiled, Way("compiled", maximum | {"adaptive": False, "compile_cycles": True})),
     )
     return found + [way for wanted, way in others if wanted]

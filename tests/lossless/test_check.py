@@ -71,8 +71,11 @@ def test_a_correct_product_passes(model, monkeypatch):
     monkeypatch.setattr(prompts, "BUILT_IN", {**prompts.BUILT_IN, "texts": texts})
     verdict = verify(model, Letters(), CheckSettings(3, max_tokens=4, draws=5, diagnose=False), quiet)
     names = ["one pass", "1 draft", "2 drafts", "3 drafts", "lookups", "p_min", "adaptive"]
+    names += ["trees of 4 rows", "trees of 16 rows"]
     assert [c.way for c in verdict.greedy] == names
-    assert [c.way for c in verdict.sampled] == ["3 drafts, coupled", "3 drafts, greedy", "adaptive, coupled"]
+    assert [c.way for c in verdict.sampled] == [
+        *("3 drafts, coupled", "3 drafts, greedy", "adaptive, coupled", "trees of 16 rows, coupled")
+    ]
     texts = {c.prompts for c in verdict.greedy}
     assert texts == {len(built_in(model, Letters(), 4))}
     assert {c.tokens for c in verdict.greedy} == {verdict.greedy[0].tokens}
