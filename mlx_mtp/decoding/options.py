@@ -48,8 +48,8 @@ prompt_lookup: draft up to 15 tokens that followed an earlier copy of the last o
     with `adaptive`.
 tree: maximum rows of a pass whose drafts are a tree, the newest token's included: 2 to 16; 0: chains only. A tree
     may have more drafts than num_draft_tokens. None: 16 with `adaptive`, where that is faster, else 0; if given
-    without `adaptive`, all drafts of the drafter are such trees. Without effect with logits_processors, and with a drafter
-    or model that excludes trees.
+    without `adaptive`, all drafts of the drafter are such trees. Without effect with logits_processors, and
+    with a drafter or model that excludes trees.
 grammar_drafts: maximum number of tokens that the grammar forces, that repeat earlier choices of the answer, or that
     keep the style of its separators, which are drafted per cycle. None: 15, but 0 with num_draft_tokens=0.
 compile_cycles: record cycles of equal shapes and replay them. None: on a GPU, unless a trial finds that slower.
