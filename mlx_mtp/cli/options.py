@@ -184,6 +184,7 @@ loading_options = options(
     ),
     option(
         "--tree",
+        default=None,
         type=IntRange(0, 16),
         callback=_tree_rows,
         help="Maximum rows of a pass whose drafts are a tree; 0: chains only.  [default: 16, if faster]",

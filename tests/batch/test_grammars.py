@@ -9,7 +9,7 @@ from sweep import sampled
 
 import mlx_mtp
 from mlx_mtp import grammar
-from mlx_mtp.decoding import build
+from mlx_mtp.decoding import redraft
 
 PROMPTS = [[1, 2, 3, 0, 2], [2, 2, 1, 3, 0, 1, 2, 0], [3, 1], [0, 2, 1, 1]]
 PATTERNS = ["((a|b)abcabc){9}", None, "(a|b|c)+", "(c(a|b))*abca"]
@@ -140,7 +140,7 @@ def test_samplers_that_evaluate_their_logits(tiny_models, k):
 def test_forced_drafts_keep_both_limits(tiny_models, monkeypatch, own, together):
     """That of the option, and that of several sequences."""
     model, _ = tiny_models(2)
-    monkeypatch.setattr(build, "most_together", lambda _: together)
+    monkeypatch.setattr(redraft, "most_together", lambda _: together)
     stats = mlx_mtp.Stats()
     how = {"adaptive": False, "num_draft_tokens": 1, "grammar_drafts": own, "stats": stats}
     batch = mlx_mtp.BatchGenerator(model, max_tokens=N, **how)
