@@ -10,7 +10,6 @@ from .tree_choice import Beam
 
 # By least number of nodes: maximum levels, and paths per level.
 SHAPES = {1: (3, 3), 5: (7, 4), 9: (7, 6)}
-RARE = 0.03  # assumed probability of each token that is not among a path's best
 
 
 class TreePaths(Protocol):
@@ -31,13 +30,6 @@ def shape_of(k: int, most: int) -> tuple[int, int]:
     return levels, min(k, max(width, -(-k // levels)))
 
 
-def sharpened(logprobs: mx.array, power: float) -> mx.array:
-    """Return log-probabilities [.., C] of the best tokens as if all probabilities were raised to a power."""
-    chances, raised = mx.exp(logprobs), power * logprobs
-    rest = mx.maximum(1 - chances.sum(axis=-1, keepdims=True), 0) * RARE ** (power - 1)
-    return mx.minimum(raised - mx.log(mx.exp(raised).sum(axis=-1, keepdims=True) + rest), 0)
-
-
 def grown(
     k: int,
     choose: Choosers,
@@ -46,12 +38,11 @@ def grown(
     paths: TreePaths,
     most: int,
     levels: int | None = None,
-    power: float = 1.0,
 ) -> Drafts:
     """Return a tree of k nodes per sequence, without a host read.
 
     first: output for the first draft of each of n sequences. position: that draft's, int32 [n]. most: maximum levels
-    that `paths` can read. levels: their number, if it is not that of `shape_of`. power: of `sharpened`.
+    that `paths` can read. levels: their number, if it is not that of `shape_of`.
     """
     n, output, before = position.size, first, 1
     usual, width = shape_of(k, most)
@@ -61,6 +52,5 @@ def grown(
         if depth:
             index = mx.arange(n)[:, None] * before + beam.came
             output, before = paths.read(beam.tokens.reshape(-1, 1), index.flatten()), width
-        logprobs, tokens = choose.best(output, position + depth, depth, width)
-        beam.extend(logprobs if power == 1 else sharpened(logprobs, power), tokens)
+        beam.extend(*choose.best(output, position + depth, depth, width))
     return choose.used(beam.best(k))

@@ -2,7 +2,6 @@
 
 import functools
 import heapq
-import math
 from types import SimpleNamespace
 
 import drafters
@@ -87,15 +86,6 @@ def best_paths(score, levels: int, k: int) -> dict[tuple[int, ...], float]:
     return found
 
 
-def more_certain(logprobs: mx.array, k: int) -> mx.array:
-    """Log-probabilities of the k best tokens raised to 1.3, if the others have 0.03 each; of the others -infinity."""
-    chances = {token: math.exp(logprobs[token].item()) for token in mx.argsort(-logprobs)[:k].tolist()}
-    others = max(1 - sum(chances.values()), 0) / 0.03  # their number
-    total = sum(chance**1.3 for chance in chances.values()) + others * 0.03**1.3
-    powers = {token: math.log(chance**1.3 / total) for token, chance in chances.items()}
-    return mx.array([powers.get(i, -math.inf) for i in range(logprobs.size)])
-
-
 def paths_of(drafts, row: int = 0) -> dict[tuple[int, ...], float]:
     """The logarithms of the probabilities of a drafted tree, by path."""
     paths, found = [()], {}
@@ -152,8 +142,7 @@ def test_a_tree_is_made_of_the_most_probable_paths(subject, monkeypatch, name, t
             if temp:
                 noise = mx.random.gumbel(logits.shape, key=mx.random.split(key_at(key, known + len(path)))[1])
                 logits = (logits - mx.logsumexp(logits)) / temp + noise
-            logprobs = logits - mx.logsumexp(logits)
-            return logprobs if temp or name not in HEADS else more_certain(logprobs, k)
+            return logits - mx.logsumexp(logits)
 
         expected, found = best_paths(score, LEVELS, k), paths_of(drafts)
         assert found == pytest.approx(expected, abs=2e-3), f"{known} tokens"
@@ -248,14 +237,13 @@ def test_sequences_of_a_pool(subject, monkeypatch, name, options):
                 assert drafts.confidence[row].tolist() == [0] * k
             elif offset < len(member.history.tokens):
                 known = member.history.tokens[: offset + 1].tolist()
-                score = functools.partial(log_softmax, made, known, k if name in HEADS else 0)
+                score = functools.partial(log_softmax, made, known)
                 assert paths_of(drafts, row) == pytest.approx(best_paths(score, 2, k), abs=2e-3)
 
 
-def log_softmax(made, known: list[int], certain: int, path: tuple[int, ...]) -> mx.array:
+def log_softmax(made, known: list[int], path: tuple[int, ...]) -> mx.array:
     logits = made.logits(known, path)
-    logprobs = logits - mx.logsumexp(logits)
-    return more_certain(logprobs, certain) if certain else logprobs
+    return logits - mx.logsumexp(logits)
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.3}], ids=str)
