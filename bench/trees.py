@@ -140,8 +140,9 @@ def main(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, tokenizer = mlx_mtp.load(demo_path() if name == "demo" else name, draft_model=draft_model)
-    plans = {f"chain {k}": Plan(k=int(k)) for k in chains.split(",") if int(k) <= model.max_draft_tokens}
-    plans |= {f"tree {k}": Plan(k=int(k), tree=True) for k in trees.split(",")}
+    source = drafter_of(model).source
+    plans = {f"chain {k}": Plan(source, int(k)) for k in chains.split(",") if int(k) <= model.max_draft_tokens}
+    plans |= {f"tree {k}": Plan(source, int(k), tree=True) for k in trees.split(",")}
     figures: dict[str, list[float]] = {name: [] for name in plans}
     picker = Picker(Sampling(temp), key=random_key(0))
     options: dict[str, Any] = {"max_tokens": max_tokens, "temp": temp, "seed": 0}

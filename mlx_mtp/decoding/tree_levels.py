@@ -9,7 +9,7 @@ from .run import Drafts
 from .tree_choice import Beam
 
 # By least number of nodes: maximum levels, and paths per level.
-SHAPES = {1: (3, 3), 5: (5, 4), 9: (7, 6)}
+SHAPES = {1: (3, 3), 5: (7, 4), 9: (7, 6)}
 
 
 class TreePaths(Protocol):
