@@ -195,7 +195,7 @@ class Choosers:
 
     model: the target. members: one per slot, None for a free slot. allowed: masks of the tokens that may be drafted,
     int32 [k, n, words] by depth; None if any may. confidence: choices contain each draft's probability too.
-    sharpness: factor of the scores of which `best` returns the log-probabilities.
+    sharpness: factor of logits without noise of which `best` returns the log-probabilities.
     """
 
     def __init__(
@@ -241,7 +241,8 @@ class Choosers:
         n, mask = len(self.chooser.options), None
         if self.allowed is not None and depth < len(self.allowed):
             mask = self.allowed[depth]
-        if mask is None and self.chooser.greedy and (rows := output.choice()) is not None:
+        sharp = self.sharpness if self.chooser.greedy else 1.0
+        if mask is None and self.chooser.greedy and sharp == 1 and (rows := output.choice()) is not None:
             values, indices, total = rows.top(min(count, rows.head.weights_read))
             chances, tokens = values - total[:, None], cast(HeadOutput, output).token(indices)
         else:
@@ -250,7 +251,7 @@ class Choosers:
                 logits = masked(logits, None if mask is None else mask[:, None])
             elif mask is not None:
                 logits = logits + along(masked(mx.zeros((n, vocab)), mask), known)
-            scores = self.chooser.scores(logits, position, known, vocab) * self.sharpness
+            scores = self.chooser.scores(logits, position, known, vocab) * sharp
             whole = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
             whole = mx.where(mx.isnan(whole), -mx.inf, whole)  # no token can be drafted
             tokens = mx.argpartition(-whole, kth=min(count, whole.shape[-1]) - 1, axis=-1)[..., :count]

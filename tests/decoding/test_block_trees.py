@@ -140,7 +140,7 @@ def test_trees_are_the_most_probable_paths(made, monkeypatch, kind, masks):
     model, _, w, config = made(kind)
     rng, levels, names = np.random.default_rng(len(kind)), 4, [*DRAWS]
     for k in (1, 3, 7, 15):
-        monkeypatch.setattr(tree_levels, "SHAPES", {1: (levels, k)})  # as wide as the tree: exact
+        monkeypatch.setattr(tree_levels, "SHAPES", {1: (levels, k, 1.0)})  # as wide as the tree: exact
         n = len(names)
         pickers = [Picker(DRAWS[name], key=mx.array([3, i], mx.uint32)) for i, name in enumerate(names)]
         rows = mx.array(rng.standard_normal((n, levels, H)).astype(np.float32))

@@ -128,7 +128,7 @@ def text_of(monkeypatch, model, plans, n=24, cache=None, prompt=PROMPT, stats=No
 def test_a_tree_is_made_of_the_most_probable_paths(subject, monkeypatch, name, temp):
     made, k = subject(name), 7
     model = made.model
-    monkeypatch.setattr(tree_levels, "SHAPES", {1: (LEVELS, k)})
+    monkeypatch.setattr(tree_levels, "SHAPES", {1: (LEVELS, k, 1.3)})
     calls = watched(monkeypatch, model)
     key = random_key(5)
     text = PROMPT + text_of(monkeypatch, model, [Plan("heads", k, tree=True)], temp=temp, seed=5)
@@ -142,6 +142,8 @@ def test_a_tree_is_made_of_the_most_probable_paths(subject, monkeypatch, name, t
             if temp:
                 noise = mx.random.gumbel(logits.shape, key=mx.random.split(key_at(key, known + len(path)))[1])
                 logits = (logits - mx.logsumexp(logits)) / temp + noise
+            else:
+                logits = logits * 1.3
             return logits - mx.logsumexp(logits)
 
         expected, found = best_paths(score, LEVELS, k), paths_of(drafts)
@@ -214,7 +216,7 @@ def test_sequences_of_a_pool(subject, monkeypatch, name, options):
     """Each sequence has its own tree, of the most probable paths after its own tokens, and its plain text."""
     made, prompts, k = subject(name), [PROMPT, [3, 3, 1], [2, 0]], 5
     model, calls = made.model, []
-    monkeypatch.setattr(tree_levels, "SHAPES", {1: (2, k)})
+    monkeypatch.setattr(tree_levels, "SHAPES", {1: (2, k, 1.0)})
     plain = together(model, prompts, num_draft_tokens=0, **options)
     drafter = drafter_of(model)
     real = drafter.propose
