@@ -21,6 +21,7 @@ from mlx_mtp.decoding.drafters import drafter_of
 from mlx_mtp.decoding.logit_rules import LogitRules
 from mlx_mtp.decoding.members import Single
 from mlx_mtp.decoding.sampling import Picker, Sampling, key_at, random_key
+from mlx_mtp.decoding.tree_choice import Beam
 from mlx_mtp.tuning.plan import Plan
 
 # chained, recycled, another model's, chained to the target; of chained ones two heads draft
@@ -267,3 +268,25 @@ def test_the_first_node_is_the_coupled_draft_that_a_mask_allows(filters):
                 3,
             }
         assert mx.all(mx.exp(chances).sum(axis=-1) <= 1 + 1e-5)
+
+
+@pytest.mark.parametrize("vocab", [3, 7, 60])
+def test_a_beam_as_wide_as_the_tree_has_the_most_probable_paths(vocab):
+    """Also where a level has fewer candidates than the beam is wide."""
+    n, k, levels, paths = 2, 6, 3, [[()], [()]]
+
+    def score(path, row):
+        logits = 2 * mx.random.normal((vocab,), key=mx.random.key(hash((row, path)) % 2**31))
+        return logits - mx.logsumexp(logits)
+
+    beam = Beam(n, k)
+    for _ in range(levels):
+        beam.extend(mx.stack([mx.stack([score(path, row) for path in paths[row]]) for row in range(n)]))
+        came, tokens = beam.came.tolist(), beam.tokens.tolist()
+        paths = [
+            [(*paths[row][i], token) for i, token in zip(came[row], tokens[row], strict=True)] for row in range(n)
+        ]
+    drafts = beam.best(k)
+    for row in range(n):
+        expected = best_paths(functools.partial(score, row=row), levels, k)
+        assert paths_of(drafts, row) == pytest.approx(expected, abs=1e-4)
