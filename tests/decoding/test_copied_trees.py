@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlx_mtp.decoding.drafters.lookup import BRANCHES, OTHER, UNFOLLOWED, Copied, Lookup
 from mlx_mtp.decoding.history import TokenHistory
 from mlx_mtp.decoding.run import Drafts, Run
-from mlx_mtp.decoding.tree_choice import Candidates, merged_candidates
+from mlx_mtp.decoding.step import propose
 from mlx_mtp.tuning.plan import SHORTEST, Plan
 
 TOKENS = st.lists(st.sampled_from([0, 1, 2]), max_size=30)
@@ -132,7 +132,9 @@ def test_equal_paths_of_two_trees_are_joined(seed):
     for each in (first, second):
         for path, chance in zip(paths(each), each.confidence[0].tolist(), strict=True):
             expected[path] = max(expected.get(path, 0.0), chance)
-    best = merged_candidates(Candidates.of(first), Candidates.of(second)).joined().best(k)
+    frame = SimpleNamespace(cache=SimpleNamespace(load=lambda *_: None), base=0, asked=k, plan=SimpleNamespace(stem=True))
+    frame.drafter = SimpleNamespace(propose=lambda *_: second)
+    best = propose(frame, Run(None, mx.array([[0]]), None), None, first)
     found = dict(zip(paths(best), best.confidence[0].tolist(), strict=True))
     assert best.k == k
     chosen = sorted((chance for chance in found.values() if chance), reverse=True)

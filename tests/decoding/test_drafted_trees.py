@@ -9,6 +9,7 @@ import eagle_scratch
 import families
 import mlx.core as mx
 import pytest
+from picture_prompts import A, C, generated, pictured, tokens_of
 from plans import Listed, follow
 from scratch import logits_along
 from subjects import PROMPT, subjects
@@ -199,10 +200,10 @@ def test_the_text_with_penalties(subject, monkeypatch):
         assert stats.accepted
 
 
-def together(model, prompts, n=20, **options):
+def together(model, prompts, n=20, pictures=None, **options):
     texts = [[] for _ in prompts]
     batch = mlx_mtp.BatchGenerator(model, **options)
-    batch.insert(prompts, [n + 3 * i for i in range(len(prompts))], seeds=[*range(len(prompts))])
+    batch.insert(prompts, [n + 3 * i for i in range(len(prompts))], seeds=[*range(len(prompts))], pictures=pictures)
     while responses := batch.next_generated():
         for response in responses:
             texts[response.uid].append(response.token)
@@ -240,6 +241,17 @@ def test_sequences_of_a_pool(subject, monkeypatch, name, options):
                 known = member.history.tokens[: offset + 1].tolist()
                 score = functools.partial(log_softmax, made, known)
                 assert paths_of(drafts, row) == pytest.approx(best_paths(score, 2, k), abs=2e-3)
+
+
+def test_sequences_behind_pictures(monkeypatch):
+    """The drafter's RoPE positions are shifted by each sequence's own pictures."""
+    model, prompts = pictured().model, [([5, 6], A, [7, 8]), (C, [4]), ([3, 2],)]
+    control = Listed([Plan("heads", 7, tree=True), Plan("heads", 1)])
+    monkeypatch.setattr(Controls, "control", lambda *_: control)
+    tokens, pictures = [tokens_of(*parts) for parts in prompts], [[A], [C], []]
+    found = together(model, tokens, pictures=pictures, num_draft_tokens=1)
+    assert found == [generated(model, parts, n=20 + 3 * i) for i, parts in enumerate(prompts)]
+    assert any(cycle.plan.tree and cycle.accepted for cycle in control.cycles)
 
 
 def log_softmax(made, known: list[int], path: tuple[int, ...]) -> mx.array:
