@@ -132,8 +132,9 @@ def test_equal_paths_of_two_trees_are_joined(seed):
     for each in (first, second):
         for path, chance in zip(paths(each), each.confidence[0].tolist(), strict=True):
             expected[path] = max(expected.get(path, 0.0), chance)
-    frame = SimpleNamespace(cache=SimpleNamespace(load=lambda *_: None), base=0, asked=k, plan=SimpleNamespace(stem=True))
-    frame.drafter = SimpleNamespace(propose=lambda *_: second)
+    cache, drafter = SimpleNamespace(load=lambda *_: None), SimpleNamespace(propose=lambda *_: second)
+    plan = SimpleNamespace(stem=True)
+    frame = SimpleNamespace(cache=cache, base=0, asked=k, plan=plan, drafter=drafter)
     best = propose(frame, Run(None, mx.array([[0]]), None), None, first)
     found = dict(zip(paths(best), best.confidence[0].tolist(), strict=True))
     assert best.k == k
