@@ -29,7 +29,7 @@ def _branched(cache: Any, index: mx.array, offset: mx.array, rows: int, span: Sp
     made, parts = pooled(cache, getattr(cache, "ring", None)), cache.parts
     made.once, made.context, made.shift = once, cache.context, cache.shift
     if isinstance(cache.shift, mx.array):
-        made.shift = of_texts(mx.broadcast_to(cache.shift, offset.shape), index)
+        made.shift = of_texts(cache.shift, index)
     if not cache.is_state:
         assert not cache.fresh, "a drafter's caches have no rows of a tree"
         slots = cache.span.view if hasattr(cache, "span") else slice(None)

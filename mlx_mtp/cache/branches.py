@@ -82,15 +82,8 @@ class BranchKV(PooledKV):
     def __init__(self, branches: Branches, cache: Any):
         super().__init__(getattr(cache, "ring", None))
         self.branches, self.cache = branches, cache
-        self.offset, self.limit, self.shift = (
-            branches.offset,
-            branches.limit + branches.tree.levels - 1,
-            branches.shift,
-        )
-        self.span, self.context, start = branches.span, cache.context, cache.start
-        if isinstance(start, mx.array):
-            start = mx.repeat(start.reshape(-1), branches.n * branches.rows // start.size).reshape(-1, 1, 1, 1)
-        self.start = start
+        self.offset, self.limit, self.shift = branches.offset, branches.limit, branches.shift
+        self.span = branches.span
         for name in ("bits", "group_size"):
             if hasattr(cache, name):
                 setattr(self, name, getattr(cache, name))
@@ -113,10 +106,6 @@ class BranchKV(PooledKV):
 
     def _visible(self, rows: int) -> int:
         return self.cache.seen(self.branches.tree.levels)
-
-    def passed(self, sequences: int, rows: int) -> None:
-        self.cache.passed(sequences, rows)
-        super().passed(sequences, rows)
 
 
 class BranchState(LayerCache):
@@ -143,8 +132,6 @@ class BranchState(LayerCache):
         """Return the state before each row, [n * T, ...]. tape: of one row per path, [n * T, 1, ...] arrays."""
         self.before = self.cache.state(replay)
         tree, start = self.branches.tree, self.branches.by_row(self.before)
-        if tree.levels == 1:
-            return start
         above = tree.ancestors[..., :-1]
         path = [along(self.branches.by_sequence(rows)[:, :, 0], above).flatten(0, 1) for rows in tape]
         inside = (mx.arange(tree.levels - 1) < tree.depth[..., None]).flatten(0, 1)

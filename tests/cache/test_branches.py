@@ -1,19 +1,23 @@
 """Rows of a tree: each has the bits of plain decoding of its path, which can be kept as if it had been read."""
 
 import random
+from types import SimpleNamespace
 
 import families
 import mlx.core as mx
 import numpy as np
 import pytest
+from picture_prompts import pictured
 from subjects import PROMPT, quantizable_model, subjects
 from sweep import sampled
 from tree_drafts import assert_equal, decoded
 
 import mlx_mtp
-from mlx_mtp.cache.branches import hidden_of_tree
+from mlx_mtp.cache.beams import branched
+from mlx_mtp.cache.branches import COPIES, copied_bytes, hidden_of_tree, rows_with_room
+from mlx_mtp.cache.growing import LinearKVCache
 from mlx_mtp.cache.pool import Pool
-from mlx_mtp.cache.slots import Span
+from mlx_mtp.cache.slots import PooledKV, Span
 from mlx_mtp.cache.tree import RowTree, along
 
 NAMES = ["step3p5", "qwen3_next", "nemotron_h_latent", "glm_moe_dsa_shared", "mimo_v2_flash"]
@@ -74,12 +78,41 @@ def test_rows_along_an_index():
     assert np.array_equal(along(mx.array(rows), mx.array(index)), mx.array(expected))
 
 
+def test_texts_continue_copies_of_their_sequences():
+    """Each copy has the rows, position, shift and start of the sequence that its text continues."""
+    pool, index, slots = PooledKV(), mx.array([1, 0, 1]), [3, 1, 3]
+    pool.parts = mx.random.normal((5, 1, 256, 4)), mx.random.normal((5, 1, 256, 2))
+    pool.span, pool.start, pool.shift = Span([1, 3], 5), mx.array([2, 1]).reshape(-1, 1, 1, 1), mx.array([4, 20])
+    pool.seek(mx.array([9, 6]), 10)
+    (made,) = branched([pool], index, pool.offset, 1)
+    assert made.position.tolist() == [26, 13, 26]
+    assert made.make_mask(1).sum(axis=-1).flatten().tolist() == [6, 8, 6]
+    new = mx.random.normal((3, 1, 1, 4)), mx.random.normal((3, 1, 1, 2))
+    for found, part, rows in zip(made.update_and_fetch(*new), pool.parts, new, strict=True):
+        for i, (slot, offset) in enumerate(zip(slots, (6, 9, 6), strict=True)):
+            held = mx.concatenate([part[slot, :, :offset], rows[i]], axis=1)
+            assert mx.array_equal(found[i, :, : offset + 1], held)
+    alone = LinearKVCache(2)
+    alone.parts = tuple(part[:1] for part in pool.parts)
+    alone.seek(mx.array([5]), 5)
+    (made,) = branched([alone], mx.array([0, 0]), alone.offset, 1)
+    assert made.make_mask(1).sum(axis=-1).flatten().tolist() == [4, 4]
+
+
+def test_copies_of_caches_have_a_limit():
+    for sizes, rows in (((0,), 16), ((5, COPIES // 3, 7), 3), ((COPIES // 20, 1), 16), ((1, COPIES + 1), 0)):
+        layers = [SimpleNamespace(nbytes=size) for size in sizes]
+        assert rows_with_room(layers) == rows
+        assert copied_bytes(layers) == 2 * rows * max(sizes)
+
+
 def cases(tiny_models, subject):
     """Yield (model, plain model or None for bits that no cacheless forward has, prompt, layout)."""
     for name in sampled(NAMES, ["step3p5", *families.FAMILIES]):
         for prompt in sampled([LONG[:36]], [PROMPT[:1], PROMPT, LONG[:36], LONG]):
             yield subject(name).model, subject(name).plain, prompt, {}
     yield subject("step3p5").model, subject("step3p5").plain, FULL, {}
+    yield pictured().model, None, PROMPT, {}  # RoPE positions may be shifted
     model, _ = quantizable_model(tiny_models)
     for layout in ({"kv_bits": 4}, {"max_kv_size": 12}, {"kv_bits": 8, "max_kv_size": 12}):
         for prompt in sampled([LONG[:36]], [PROMPT[:1], PROMPT, LONG[:36], LONG]):
@@ -97,6 +130,7 @@ def test_rows_have_the_bits_of_their_paths(tiny_models, subject):
             cache = before.copy()
             cache.to_device()
             hidden = hidden_of_tree(model, cache.layers, mx.array([tokens]), tree)[0]
+            assert {c.limit for c in cache.layers} == {len(prompt) + tree.levels}
             after = cache.unload()
             for row in {k, *rng.sample(range(k + 1), 3)}:
                 path = path_to(parents, row)
@@ -130,8 +164,9 @@ def test_trees_of_a_pool_are_those_of_each_sequence(tiny_models, subject):
         tokens = [[rng.randrange(model.vocab_size) for _ in range(k + 1)] for _ in range(n)]
         levels = max(len(path_to(each, row)) for each in parents for row in range(k + 1)) - 1
         tree = RowTree.of(mx.array(parents), levels)
+        shifts = [5 * i for i in range(n)]  # as behind pictures
         for c in pool.layers:
-            c.limit = len(prompt)
+            c.limit, c.shift = len(prompt), mx.array(shifts)
         start = pool.mark()
         hidden = hidden_of_tree(model, pool.layers, mx.array(tokens), tree)
         last = [rng.randrange(k + 1) for _ in range(n)]
@@ -141,6 +176,8 @@ def test_trees_of_a_pool_are_those_of_each_sequence(tiny_models, subject):
         mark = pool.mark()
         for slot, cache in zip(slots, alone, strict=True):
             row = span.slots.index(slot)
+            for c in cache.layers:
+                c.shift = shifts[row]
             kept = [tokens[row][i] for i in paths[row]]
             expected, plain = plain_rows(model, cache, kept)
             assert mx.array_equal(hidden[row][mx.array(paths[row])], expected)

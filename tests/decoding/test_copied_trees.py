@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlx_mtp.decoding.drafters.lookup import BRANCHES, OTHER, UNFOLLOWED, Copied, Lookup
 from mlx_mtp.decoding.history import TokenHistory
 from mlx_mtp.decoding.run import Drafts, Run
-from mlx_mtp.decoding.tree_choice import Candidates, merged_candidates
+from mlx_mtp.decoding.step import propose
 from mlx_mtp.tuning.plan import SHORTEST, Plan
 
 TOKENS = st.lists(st.sampled_from([0, 1, 2]), max_size=30)
@@ -127,14 +127,19 @@ def trie(rng: np.random.Generator, k: int) -> Drafts:
 def test_equal_paths_of_two_trees_are_joined(seed):
     rng = np.random.default_rng(seed)
     first, second = trie(rng, int(rng.integers(1, 9))), trie(rng, int(rng.integers(1, 9)))
-    k = int(rng.integers(1, min(first.k, second.k) + 1))
+    k = int(rng.integers(1, first.k + second.k + 1))
     expected: dict[tuple[int, ...], float] = {}
     for each in (first, second):
         for path, chance in zip(paths(each), each.confidence[0].tolist(), strict=True):
             expected[path] = max(expected.get(path, 0.0), chance)
-    best = merged_candidates(Candidates.of(first), Candidates.of(second)).joined().best(k)
-    found = dict(zip(paths(best), best.confidence[0].tolist(), strict=True))
+    cache, drafter = SimpleNamespace(load=lambda *_: None), SimpleNamespace(propose=lambda *_: second)
+    plan = SimpleNamespace(stem=True)
+    frame = SimpleNamespace(cache=cache, base=0, asked=k, plan=plan, drafter=drafter)
+    best = propose(frame, Run(None, mx.array([[0]]), None), None, first)
+    pairs = zip(paths(best), best.confidence[0].tolist(), strict=True)
+    found = dict(sorted(pairs, key=lambda pair: pair[1]))  # a path that is joined to another one has probability 0
     assert best.k == k
+    assert best.levels >= max(map(len, found))
     chosen = sorted((chance for chance in found.values() if chance), reverse=True)
     wanted = sorted((chance for chance in expected.values() if chance), reverse=True)[:k]
     assert chosen == pytest.approx(wanted)

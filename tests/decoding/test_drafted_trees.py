@@ -9,6 +9,7 @@ import eagle_scratch
 import families
 import mlx.core as mx
 import pytest
+from picture_prompts import A, C, generated, pictured, tokens_of
 from plans import Listed, follow
 from scratch import logits_along
 from subjects import PROMPT, subjects
@@ -21,6 +22,7 @@ from mlx_mtp.decoding.drafters import drafter_of
 from mlx_mtp.decoding.logit_rules import LogitRules
 from mlx_mtp.decoding.members import Single
 from mlx_mtp.decoding.sampling import Picker, Sampling, key_at, random_key
+from mlx_mtp.decoding.tree_choice import Beam
 from mlx_mtp.tuning.plan import Plan
 
 # chained, recycled, another model's, chained to the target; of chained ones two heads draft
@@ -200,10 +202,10 @@ def test_the_text_with_penalties(subject, monkeypatch):
         assert stats.accepted
 
 
-def together(model, prompts, n=20, **options):
+def together(model, prompts, n=20, pictures=None, **options):
     texts = [[] for _ in prompts]
     batch = mlx_mtp.BatchGenerator(model, **options)
-    batch.insert(prompts, [n + 3 * i for i in range(len(prompts))], seeds=[*range(len(prompts))])
+    batch.insert(prompts, [n + 3 * i for i in range(len(prompts))], seeds=[*range(len(prompts))], pictures=pictures)
     while responses := batch.next_generated():
         for response in responses:
             texts[response.uid].append(response.token)
@@ -243,6 +245,17 @@ def test_sequences_of_a_pool(subject, monkeypatch, name, options):
                 assert paths_of(drafts, row) == pytest.approx(best_paths(score, 2, k), abs=2e-3)
 
 
+def test_sequences_behind_pictures(monkeypatch):
+    """The drafter's RoPE positions are shifted by each sequence's own pictures."""
+    model, prompts = pictured().model, [([5, 6], A, [7, 8]), (C, [4]), ([3, 2],)]
+    control = Listed([Plan("heads", 7, tree=True), Plan("heads", 1)])
+    monkeypatch.setattr(Controls, "control", lambda *_: control)
+    tokens, pictures = [tokens_of(*parts) for parts in prompts], [[A], [C], []]
+    found = together(model, tokens, pictures=pictures, num_draft_tokens=1)
+    assert found == [generated(model, parts, n=20 + 3 * i) for i, parts in enumerate(prompts)]
+    assert any(cycle.plan.tree and cycle.accepted for cycle in control.cycles)
+
+
 def log_softmax(made, known: list[int], path: tuple[int, ...]) -> mx.array:
     logits = made.logits(known, path)
     return logits - mx.logsumexp(logits)
@@ -269,3 +282,25 @@ def test_the_first_node_is_the_coupled_draft_that_a_mask_allows(filters):
                 3,
             }
         assert mx.all(mx.exp(chances).sum(axis=-1) <= 1 + 1e-5)
+
+
+@pytest.mark.parametrize("vocab", [3, 7, 60])
+def test_a_beam_as_wide_as_the_tree_has_the_most_probable_paths(vocab):
+    """Also where a level has fewer candidates than the beam is wide."""
+    n, k, levels, paths = 2, 6, 3, [[()], [()]]
+
+    def score(path, row):
+        logits = 2 * mx.random.normal((vocab,), key=mx.random.key(hash((row, path)) % 2**31))
+        return logits - mx.logsumexp(logits)
+
+    beam = Beam(n, k)
+    for _ in range(levels):
+        beam.extend(mx.stack([mx.stack([score(path, row) for path in paths[row]]) for row in range(n)]))
+        came, tokens = beam.came.tolist(), beam.tokens.tolist()
+        paths = [
+            [(*paths[row][i], token) for i, token in zip(came[row], tokens[row], strict=True)] for row in range(n)
+        ]
+    drafts = beam.best(k)
+    for row in range(n):
+        expected = best_paths(functools.partial(score, row=row), levels, k)
+        assert paths_of(drafts, row) == pytest.approx(expected, abs=1e-4)

@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
 import families
 import lora
@@ -22,8 +22,10 @@ import mlx_mtp
 from mlx_mtp.cache.tree import RowTree
 from mlx_mtp.decoding.accept import Passed, accept_path
 from mlx_mtp.decoding.logit_rules import LogitRules, changed
+from mlx_mtp.decoding.members import Single
+from mlx_mtp.decoding.pick import pick
 from mlx_mtp.decoding.run import NO_DRAFTS, Drafts
-from mlx_mtp.decoding.sampling import Sampling
+from mlx_mtp.decoding.sampling import Picker, Sampling, random_key
 from mlx_mtp.serve.token_rules import bad_words_of
 from mlx_mtp.tuning.plan import Plan
 
@@ -166,6 +168,7 @@ def test_recorded_cycles(subject, name, seed, recorded_at_once, monkeypatch):
         assert_equal(cache, plain)
         assert stats.compiled_cycles > 3
         assert any(c.plan.tree and c.accepted > 1 for c in control.cycles)
+        assert all(node.probability == 0.5**node.depth for c in control.cycles for own in c.nodes for node in own)
 
 
 @pytest.mark.parametrize("compiled", sampled([False], [False, True]))
@@ -259,7 +262,7 @@ def test_the_deepest_right_path_is_accepted():
     for k in (1, 3, 7, 15) * sampled([5], [100])[0]:
         parents = np.array([[rng.integers(max(0, i - 3), i + 1) for i in range(k)] for _ in range(3)], np.int32)
         tokens, drafts = rng.integers(0, 2, (3, k + 1)), rng.integers(0, 2, (3, k))
-        hidden, logprobs = rng.normal(size=(3, k + 1, 4)), [rng.normal(size=(k + 1, 2)), None, None]
+        hidden, logprobs = rng.normal(size=(3, k + 1, 4)), [*rng.normal(size=(2, k + 1, 2)), None]
         chances = rng.uniform(size=(3, k)).astype(np.float32)
         paths = [[[0]] for _ in range(3)]
         for i, row in np.ndindex(3, k):
@@ -282,12 +285,24 @@ def test_the_deepest_right_path_is_accepted():
             assert run.path[i, : len(best)].tolist() == best
             assert np.allclose(run.hidden[i, : len(best)], hidden[i][best])
             assert run.drafts[i, : len(best) - 1].tolist() == [drafts[i][row - 1] for row in best[1:]]
+            if i < 2:
+                assert np.allclose(run.logprobs[i][: len(best)], logprobs[i][best])
             if i == 0:
-                assert np.allclose(run.logprobs[0][: len(best)], logprobs[0][best])
                 found.add(accepted)
     assert found >= {0, 1, 2, 3}
     run = accept_path(passed._replace(confidence=None), mx.array(tokens), None, None)
     assert {node.probability for read in run.read() for node in read.nodes} == {1.0}
+
+
+def test_rows_of_a_tree_are_not_drawn_by_the_heads_kernel():
+    """It draws with the noise of consecutive positions."""
+    head = SimpleNamespace(draw=lambda *_: mx.zeros(4, mx.int32))
+    logits = mx.where(mx.arange(5) == 2, 0.0, -mx.inf)
+    model = SimpleNamespace(runtime=SimpleNamespace(choosing=False), choice=lambda _: head)
+    model.logits = lambda hidden: mx.broadcast_to(logits, (1, 4, 5))
+    for tree, token in ((None, 0), (RowTree.of(mx.array([[0, 0, 1]]), 2), 2)):
+        members = [Single(Picker(Sampling(0.9), key=random_key(0)))]
+        assert pick(model, mx.zeros((1, 4, 8)), 5, None, members, tree=tree)[0].tolist() == [[token] * 4]
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -298,11 +313,12 @@ def test_rules_of_a_row_are_those_of_its_path(name):
         parents = np.array([[rng.integers(0, i + 1) for i in range(k)] for _ in range(2)])
         drafts, logits = rng.integers(0, 13, (2, k)), mx.array(rng.normal(size=(2, k + 1, 13)).astype(np.float32))
         past = [rng.integers(0, 13, len(PROMPT) + n).astype(np.int32) for n in (8, 2)]
-        tree, rules = RowTree.of(mx.array(parents), k), [LogitRules(**RULES[name])] * 2
+        tree = RowTree.of(mx.array(parents), k)
+        rules = [LogitRules(**RULES[name]), LogitRules(logit_bias={2: 1.5}, repetition_penalty=1.2)]
         found = changed(logits, rules, past, mx.array(drafts), None, tree)
         for i, row in np.ndindex(2, k + 1):
             path = [drafts[i][j - 1] for j in tree.ancestors[i, row, 1 : tree.depth[i, row].item() + 1].tolist()]
             own = np.array([*past[i], *path], np.int32)
             assert mx.array_equal(
-                found[i, row], changed(logits[i : i + 1, row : row + 1], rules[:1], [own], None)[0, 0]
+                found[i, row], changed(logits[i : i + 1, row : row + 1], rules[i : i + 1], [own], None)[0, 0]
             )

@@ -68,7 +68,8 @@ class Trees:
         if not tree:
             return Drafts(tokens)
         self.drafted.append((tokens, parents, depths))
-        return Drafts(tokens, parents=mx.array(parents), levels=k if self.in_step else int(depths.max()))
+        chances = 0.5 ** mx.array(depths)  # plans with a stem compare them with those of copies
+        return Drafts(tokens, chances, parents=mx.array(parents), levels=k if self.in_step else int(depths.max()))
 
     def text_of(self, member: Any) -> list[int]:
         known = member.history.tokens.tolist() if member else []
