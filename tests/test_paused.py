@@ -147,3 +147,15 @@ def test_examples_and_the_program_in_the_readme(demo, monkeypatch, capsys):
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     exec(compile(block, "README.md", "exec"), {"__name__": "shown"})
     assert_paused(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_why_trees_do_not_pay_is_reported(demo, monkeypatch, n):
+    monkeypatch.setattr(Controller, "trees_paused", "trees do not pay: one costs 3.0 plain steps, gains 2.0 tokens")
+    (model, tokenizer), stats = demo, mlx_mtp.Stats()
+    batch = mlx_mtp.BatchGenerator(model, max_tokens=6, stats=stats)
+    batch.insert([tokenizer.encode(QUESTION)] * n)
+    while batch.next_generated():
+        pass
+    assert stats.trees_paused == Controller.trees_paused
+    assert stats.summary.endswith(f"; {Controller.trees_paused}")

@@ -265,7 +265,7 @@ class Driver:
         if isinstance(flight.control, (Controller, Agreement)):
             for sequence in flight.rows:
                 if sequence and (sequence.k or sequence.max_lookup or sequence.most_forced):
-                    sequence.stats.note_pause(flight.control.paused)
+                    sequence.stats.note_pause(flight.control.paused, flight.control.trees_paused)
 
     def _take(self, error: Trouble) -> None:
         """Begin again after an error: in a pool at once, alone once the tokens that were read have been yielded."""
