@@ -57,11 +57,9 @@ def totals(session: ChatSession, turns: list[Turn]) -> list[str]:
     drafts = [mtp_state(session)]
     if drafting.cycles:
         drafts += [f"{drafting.drafts_per_cycle:.1f} verified", f"{drafting.tokens_per_cycle:.2f} tokens per cycle"]
-        drafts += [
-            f"accepted {percentages(drafting.by_depth)}",
-            *([kept_of_trees(drafting)] if drafting.trees else []),
-        ]
-        drafts += filter(None, [paused(drafting.paused), drafting.trees_paused])
+        accepted = f"accepted {percentages(drafting.by_depth)}" if drafting.acceptance or not drafting.trees else ""
+        trees = kept_of_trees(drafting) if drafting.trees else ""
+        drafts += filter(None, [accepted, trees, paused(drafting.paused), drafting.trees_paused])
     caches = [f"caches {session.cache.offset:,} tokens, {session.cache.nbytes / 1e6:.1f} MB"]
     caches.append(f"peak {every.peak_memory / 1e9:.2f} GB")
     return [" · ".join(parts) for parts in (answers, drafts, caches)]

@@ -1,8 +1,10 @@
 """Wording of a generation's summary: accepted shares, depths without drafts, and why drafting is paused."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from mlx_mtp.cli.chat_figures import footer
+from mlx_mtp.cli.chat_figures import footer, totals
 from mlx_mtp.decoding.stats import Stats
 from mlx_mtp.decoding.summary import percentages, shares
 from mlx_mtp.session import Turn
@@ -115,3 +117,10 @@ def test_counters_that_are_added_keep_the_last_pause():
     assert total.paused == REASON
     total.add(stats_of([3], [2]))
     assert total.paused == ""
+
+
+def test_totals_have_the_drafts_of_trees():
+    counts = stats_of([0, 0], [0, 0], trees=10, tree_drafted=70, tree_accepted=16)
+    session = SimpleNamespace(num_draft_tokens=2, options={}, cache=SimpleNamespace(offset=3, nbytes=5))
+    _, drafts, _ = totals(session, [Turn(prompt_tokens=3, stats=counts)])
+    assert drafts.endswith("2.60 tokens per cycle · 16 of 70 drafts of trees, 2.60 tokens per tree")
