@@ -39,7 +39,8 @@ def test_piped_conversation():
     assert "\x1b" not in result.stdout + result.stderr
     footers = [line for line in result.stdout.splitlines() if " reused · " in line]
     assert len(footers) == 3
-    shares = r"( \d+(/(\d+|-)){2}%|, nothing drafted)"  # measured costs decide which depths are drafted
+    # Measured costs decide which depths are drafted, and whether trees are.
+    shares = r"(( \d+(/(\d+|-)){2}%)?(, trees \d+/\d+)?|, nothing drafted)"
     figures = r"6 tok, [\d.]+/s · prompt [\d.]+/s, 0/15 reused · [\d.]+/cycle"
     assert re.fullmatch(figures + shares + r" · context \d+/2,048 · [\d.]+ GB", footers[0])
     assert "/cycle" not in footers[1]

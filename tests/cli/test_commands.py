@@ -32,7 +32,7 @@ def test_generate_prints_the_layout_of_mlx_lm():
     assert lines[-4].endswith(" tokens-per-sec")
     assert lines[-3].startswith("Generation: 12 tokens, ")
     assert lines[-2].startswith("Peak memory: ")
-    assert re.match(r"MTP: [0-3]\.\d drafts per cycle \(at most 3\), \d\.\d\d tokens per cycle, accepted ", lines[-1])
+    assert re.match(r"MTP: \d+\.\d drafts per cycle( \(at most 3\))?, \d\.\d\d tokens per cycle, ", lines[-1])
     assert result.stderr.count("\n") == 1
     assert "demo" in result.stderr
     assert "\x1b" not in result.stdout + result.stderr
