@@ -158,4 +158,7 @@ def test_why_trees_do_not_pay_is_reported(demo, monkeypatch, n):
     while batch.next_generated():
         pass
     assert stats.trees_paused == Controller.trees_paused
+    assert_paused(stats.summary)
+    assert "trees" not in stats.summary
+    stats.paused = ""  # else this is the reason for trees, too
     assert stats.summary.endswith(f"; {Controller.trees_paused}")

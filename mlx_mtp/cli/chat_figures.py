@@ -59,7 +59,7 @@ def totals(session: ChatSession, turns: list[Turn]) -> list[str]:
         drafts += [f"{drafting.drafts_per_cycle:.1f} verified", f"{drafting.tokens_per_cycle:.2f} tokens per cycle"]
         accepted = f"accepted {percentages(drafting.by_depth)}" if drafting.acceptance or not drafting.trees else ""
         trees = kept_of_trees(drafting) if drafting.trees else ""
-        drafts += filter(None, [accepted, trees, paused(drafting.paused), drafting.trees_paused])
+        drafts += filter(None, [accepted, trees, paused(drafting.paused) or drafting.trees_paused])
     caches = [f"caches {session.cache.offset:,} tokens, {session.cache.nbytes / 1e6:.1f} MB"]
     caches.append(f"peak {every.peak_memory / 1e9:.2f} GB")
     return [" · ".join(parts) for parts in (answers, drafts, caches)]

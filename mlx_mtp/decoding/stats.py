@@ -147,7 +147,7 @@ class Stats:
             words.append(f"{self.grammar_accepted} of {self.grammar_drafted} from the grammar")
         if self.trees:
             words.append(kept_of_trees(self))
-        return "; ".join(filter(None, [", ".join(words), paused(self.paused), self.trees_paused]))
+        return "; ".join(filter(None, [", ".join(words), paused(self.paused) or self.trees_paused]))
 
     @property
     def host_ms(self) -> float:
