@@ -50,7 +50,7 @@ def _with_room(control: Any, plan: Plan, layers: Sequence[Any]) -> Plan:
     own, room = control.control if isinstance(control, Agreement) else control, rows_with_room(layers) - 1
     if isinstance(own, Controller):
         own.room = max(room, TREES[0])  # of which some is planned later, when room may be back
-    return replace(plan, k=max(1, room), tree=room > 1) if room < plan.k else plan
+    return plan if plan.k <= room else replace(plan, k=room) if room > 1 else Plan(plan.source, 1)
 
 
 def build(seating: Seating, new: Flight, run: Run, base: int) -> None:

@@ -86,11 +86,11 @@ class Beam:
         self.tokens = self.came = mx.zeros((n, 1), mx.int32)
         self.scores, self._before, self._count = mx.zeros((n, 1)), -1, 0
 
-    def extend(self, logprobs: mx.array, tokens: mx.array | None = None) -> None:
+    def extend(self, logprobs: mx.array, tokens: mx.array) -> None:
         """Add the next level: C continuations of each candidate of the newest one, or of the newest token.
 
-        logprobs: [n, W, C], of each continuation. tokens: int32 [n, W, C]; None: token c is continuation c. Of both,
-        W may be 1 if they are the same for all candidates.
+        logprobs: [n, W, C], of each continuation. tokens: int32 [n, W, C]. Of both, W may be 1 if they are the same
+        for all candidates.
         """
         n, _, choices = logprobs.shape
         scores = (self.scores[..., None] + logprobs.astype(mx.float32)).flatten(1)
@@ -99,7 +99,7 @@ class Beam:
         best = mx.broadcast_to(mx.arange(width), (n, width)) if best is None else best.astype(mx.int32)
         self.came, self.scores = best // choices, along(scores, best)
         grid = (n, scores.shape[1] // choices, choices)
-        self.tokens = best % choices if tokens is None else along(mx.broadcast_to(tokens, grid).flatten(1), best)
+        self.tokens = along(mx.broadcast_to(tokens, grid).flatten(1), best)
         parents = mx.full((n, width), -1, mx.int32) if self._before < 0 else self._before + self.came
         self._before, self._count = self._count, self._count + width
         self.levels.append(Candidates(self.tokens, parents, self.scores, len(self.levels) + 1))

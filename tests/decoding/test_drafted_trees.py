@@ -15,7 +15,7 @@ from scratch import logits_along
 from subjects import PROMPT, subjects
 
 import mlx_mtp
-from mlx_mtp.decoding import tree_levels
+from mlx_mtp.decoding import build, tree_levels
 from mlx_mtp.decoding.control import Controls
 from mlx_mtp.decoding.draft_sampling import Choosers, LogitRow
 from mlx_mtp.decoding.drafters import drafter_of
@@ -295,7 +295,8 @@ def test_a_beam_as_wide_as_the_tree_has_the_most_probable_paths(vocab):
 
     beam = Beam(n, k)
     for _ in range(levels):
-        beam.extend(mx.stack([mx.stack([score(path, row) for path in paths[row]]) for row in range(n)]))
+        scores = mx.stack([mx.stack([score(path, row) for path in paths[row]]) for row in range(n)])
+        beam.extend(scores, mx.broadcast_to(mx.arange(vocab), scores.shape))
         came, tokens = beam.came.tolist(), beam.tokens.tolist()
         paths = [
             [(*paths[row][i], token) for i, token in zip(came[row], tokens[row], strict=True)] for row in range(n)
@@ -304,3 +305,29 @@ def test_a_beam_as_wide_as_the_tree_has_the_most_probable_paths(vocab):
     for row in range(n):
         expected = best_paths(functools.partial(score, row=row), levels, k)
         assert paths_of(drafts, row) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("room", [0, 2, 4])
+def test_trees_have_as_many_rows_as_copies_fit(subject, monkeypatch, room):
+    """Trees of heads, of copies and of both become smaller ones, or chains of one draft; the text stays."""
+    model, stats = subject("glm4_moe").model, mlx_mtp.Stats()
+    plain = text_of(monkeypatch, model, ())
+    monkeypatch.setattr(build, "rows_with_room", lambda _: room)
+    plans = [Plan("heads", 7, tree=True, stem=True), Plan("heads", 7, tree=True), Plan("lookup", 7, tree=True)]
+    assert text_of(monkeypatch, model, plans, stats=stats) == plain
+    assert max(stats.lengths) == max(1, room - 1)
+    assert bool(stats.trees) == (room > 2)
+
+
+@pytest.mark.parametrize("start", [12, 13, 14, 18])
+def test_trees_end_where_caches_are_quantized(tiny_models, monkeypatch, start):
+    """The cycle before has fewer drafts: one or more of a tree, also of one with copies."""
+    (model, _), how = tiny_models(2, head_dim=32), {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": start}
+    plans = [
+        Plan("heads", 7, tree=True, stem=True),
+        Plan("heads", 7, tree=True),
+        Plan("heads", 3, tree=True, stem=True),
+    ]
+    plain = text_of(monkeypatch, model, (), **how)
+    for order in (plans, plans[::-1]):
+        assert text_of(monkeypatch, model, order, **how) == plain
